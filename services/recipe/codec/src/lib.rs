@@ -1,0 +1,8 @@
+//! Byte-exact protocol codec: convert, render, encode, stream. The contract is recipe.md.
+//!
+//! A plain crate: `cargo test` needs no Python. `py.rs` is the binding, behind feature `python`.
+
+pub mod types;
+
+#[cfg(feature = "python")]
+mod py;
