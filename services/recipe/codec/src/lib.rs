@@ -2,6 +2,7 @@
 //!
 //! A plain crate: `cargo test` needs no Python. `py.rs` is the binding, behind feature `python`.
 
+pub mod encode;
 pub mod types;
 
 #[cfg(feature = "python")]
