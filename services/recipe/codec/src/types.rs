@@ -126,16 +126,29 @@ pub struct ToolCall {
 
 #[derive(Clone, Debug, PartialEq)]
 pub enum Message {
-    System { content: Prompt, images: Vec<ImageSource>, tools: Option<Vec<ToolDefinition>> },
-    User { content: Prompt, images: Vec<ImageSource> },
+    System {
+        content: Prompt,
+        images: Vec<ImageSource>,
+        tools: Option<Vec<ToolDefinition>>,
+    },
+    User {
+        content: Prompt,
+        images: Vec<ImageSource>,
+    },
     Assistant {
         content: String,
         reasoning_content: Option<String>,
         tool_calls: Option<Vec<ToolCall>>,
         prefix: bool,
     },
-    Tool { content: Prompt, images: Vec<ImageSource>, tool_call_id: Option<String> },
-    LatestReminder { content: String },
+    Tool {
+        content: Prompt,
+        images: Vec<ImageSource>,
+        tool_call_id: Option<String>,
+    },
+    LatestReminder {
+        content: String,
+    },
 }
 
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
