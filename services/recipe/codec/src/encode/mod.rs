@@ -11,14 +11,22 @@
 //! | `id_cache` | ids of regions seen before |
 //! | `full` | encoding with the added vocabulary, and its incremental count |
 
+mod bpe;
+mod class_table;
+mod classes;
 mod file;
+mod merges;
+mod pieces;
+mod trie;
 mod vocabulary;
+mod words;
 
 use std::path::Path;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 pub use file::LoadError;
 use file::TokenizerFile;
+use bpe::{Bpe, Scratch};
 use vocabulary::Vocabulary;
 
 use crate::types::{Error, Prompt, Stage};
@@ -26,6 +34,8 @@ use crate::types::{Error, Prompt, Stage};
 /// One tokenizer file, ready to use from any number of threads.
 pub struct Tokenizer {
     vocabulary: Vocabulary,
+    bpe: Bpe,
+    scratches: Mutex<Vec<Box<Scratch>>>,
 }
 
 impl Tokenizer {
@@ -37,7 +47,11 @@ impl Tokenizer {
 
     pub fn from_json(json: &[u8]) -> Result<Self, LoadError> {
         let file = TokenizerFile::parse(json)?;
-        Ok(Tokenizer { vocabulary: Vocabulary::new(&file)? })
+        Ok(Tokenizer {
+            vocabulary: Vocabulary::new(&file)?,
+            bpe: Bpe::new(&file)?,
+            scratches: Mutex::new(Vec::new()),
+        })
     }
 
     /// One more than the largest id.
@@ -47,8 +61,17 @@ impl Tokenizer {
 
     /// Ids of one plain region: base vocabulary only, added spellings are ordinary text.
     pub fn encode_plain(&self, text: &str) -> Vec<u32> {
-        let _ = text;
-        Vec::new()
+        let mut scratch = self.take_scratch();
+        let mut ids = Vec::with_capacity(text.len() / 4 + 8);
+        let text = text.as_bytes();
+        let mut at = 0;
+        while at < text.len() {
+            let end = pieces::piece_end(text, at);
+            self.bpe.encode_piece(text, at, end, &mut scratch, &mut ids);
+            at = end;
+        }
+        self.give_scratch(scratch);
+        ids
     }
 
     /// Ids with added spellings matched in the text. For diagnostics and counts, never prompts.
@@ -69,6 +92,15 @@ impl Tokenizer {
         }
         ids.extend(self.encode_plain(&prompt.text[start..]));
         Ok(ids)
+    }
+
+    fn take_scratch(&self) -> Box<Scratch> {
+        let mut scratches = self.scratches.lock().unwrap_or_else(PoisonError::into_inner);
+        scratches.pop().unwrap_or_else(|| Box::new(Scratch::new()))
+    }
+
+    fn give_scratch(&self, scratch: Box<Scratch>) {
+        self.scratches.lock().unwrap_or_else(PoisonError::into_inner).push(scratch);
     }
 
     fn special_id(&self, spelling: &str) -> Result<u32, Error> {

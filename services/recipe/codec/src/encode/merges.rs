@@ -1,0 +1,202 @@
+//! The merge rules, and the one question the encoder asks of them: may two tokens be neighbours?
+//!
+//! Tokens are numbered here in the order in which they come to be: 0..=255 are the bytes, then one
+//! per merge. The encoder needs a *proper* vocabulary: both parts of a merge exist before it. Then
+//! merging by rank, leftmost first, is the same as one pass per rank, and it follows that
+//!
+//! * a sequence of tokens is the encoding of its text if and only if every token alone and every
+//!   pair of neighbours alone is the encoding of its own text;
+//! * so any part of an encoding is the encoding of that part, and two encodings that overlap in
+//!   one token can be joined there.
+//!
+//! Why: take the first merge that crosses the border between two tokens. Before it, nothing
+//! crossed, so both sides went through the same states as on their own, and the pair on its own
+//! makes that same merge.
+
+use super::file::{LoadError, TokenizerFile};
+
+/// A token in order of creation: a byte, or 256 + the rank of the merge that makes it.
+pub type Token = u32;
+
+pub const NUM_BYTES: u32 = 256;
+
+pub struct Merges {
+    /// Left and right part by `token - 256`.
+    parts: Vec<(Token, Token)>,
+    pairs: PairTable,
+    /// The id in the file.
+    ids: Vec<u32>,
+    /// Length in bytes.
+    lens: Vec<u32>,
+    /// Whether merging the token's own bytes gives the token; others never appear.
+    reachable: Vec<bool>,
+}
+
+impl Merges {
+    pub fn new(file: &TokenizerFile) -> Result<Self, LoadError> {
+        const NONE: u32 = u32::MAX;
+        let mut token_of = vec![NONE; file.vocab.len()];
+        let mut ids = vec![NONE; NUM_BYTES as usize];
+        for (entry, (bytes, id)) in file.vocab.iter().enumerate() {
+            if let [byte] = bytes[..] {
+                token_of[entry] = u32::from(byte);
+                ids[byte as usize] = *id;
+            }
+        }
+        if let Some(byte) = ids.iter().position(|id| *id == NONE) {
+            return Err(LoadError(format!("byte {byte:#04x} has no token")));
+        }
+        let mut lens = vec![1; NUM_BYTES as usize];
+        let mut parts = Vec::with_capacity(file.merges.len());
+        for (rank, &[left, right, result]) in file.merges.iter().enumerate() {
+            let (left, right) = (token_of[left as usize], token_of[right as usize]);
+            if left == NONE || right == NONE {
+                return Err(LoadError(format!("merge {rank} uses a token made by a later merge")));
+            }
+            if token_of[result as usize] != NONE {
+                return Err(LoadError(format!("merge {rank} makes a token a second time")));
+            }
+            token_of[result as usize] = NUM_BYTES + rank as u32;
+            ids.push(file.vocab[result as usize].1);
+            lens.push(lens[left as usize] + lens[right as usize]);
+            parts.push((left, right));
+        }
+        let pairs = PairTable::new(&parts);
+        let mut merges = Merges { parts, pairs, ids, lens, reachable: Vec::new() };
+        merges.reachable = vec![true; NUM_BYTES as usize];
+        for index in 0..merges.parts.len() {
+            let (left, right) = merges.parts[index];
+            let whole = merges.reachable[left as usize]
+                && merges.reachable[right as usize]
+                && merges.is_border(left, right, u32::MAX, false);
+            merges.reachable.push(whole);
+        }
+        Ok(merges)
+    }
+
+    pub fn num_tokens(&self) -> u32 {
+        self.ids.len() as u32
+    }
+
+    #[inline(always)]
+    pub fn id(&self, token: Token) -> u32 {
+        self.ids[token as usize]
+    }
+
+    #[inline(always)]
+    pub fn len(&self, token: Token) -> usize {
+        self.lens[token as usize] as usize
+    }
+
+    pub fn is_reachable(&self, token: Token) -> bool {
+        self.reachable[token as usize]
+    }
+
+    /// Appends the bytes of a token.
+    pub fn write_bytes(&self, token: Token, out: &mut Vec<u8>) {
+        match self.parts(token) {
+            None => out.push(token as u8),
+            Some((left, right)) => {
+                self.write_bytes(left, out);
+                self.write_bytes(right, out);
+            }
+        }
+    }
+
+    fn parts(&self, token: Token) -> Option<(Token, Token)> {
+        let index = token.checked_sub(NUM_BYTES)?;
+        Some(self.parts[index as usize])
+    }
+
+    /// Whether the two tokens, side by side, stay two: no merge crosses their border.
+    #[inline]
+    pub fn may_touch(&self, left: Token, right: Token) -> bool {
+        self.is_border(left, right, u32::MAX, true)
+    }
+
+    /// Takes the last merge on either side of the border back, again and again, and looks at each
+    /// state whether the pair at the border would have merged before that last merge came.
+    ///
+    /// `limit`: the first token whose creation comes too late to take the pair away. At equal rank
+    /// the left one comes first, hence the `+ 1` on the right side.
+    fn is_border(&self, mut left: Token, mut right: Token, mut limit: u32, mut look: bool) -> bool {
+        loop {
+            if look && self.pairs.get(left, right).is_some_and(|merged| merged < limit) {
+                return false;
+            }
+            look = true;
+            if left < NUM_BYTES && right < NUM_BYTES {
+                return true;
+            }
+            // The larger one came last, and is no byte.
+            if left > right {
+                limit = left;
+                left = self.parts[(left - NUM_BYTES) as usize].1;
+            } else {
+                limit = right + 1;
+                right = self.parts[(right - NUM_BYTES) as usize].0;
+            }
+        }
+    }
+}
+
+/// (left, right) to the merged token: open addressing, behind a small filter of one bit per hash,
+/// because nearly every question is about a pair that has no merge.
+struct PairTable {
+    filter: Vec<u64>,
+    keys: Vec<u64>,
+    values: Vec<Token>,
+    shift: u32,
+}
+
+const EMPTY: u64 = u64::MAX;
+/// Filter bits per slot of the table.
+const FILTER_BITS: u32 = 3;
+
+impl PairTable {
+    fn new(parts: &[(Token, Token)]) -> Self {
+        let bits = (parts.len() * 2).next_power_of_two().trailing_zeros().max(6);
+        let mut table = PairTable {
+            filter: vec![0; 1 << (bits + FILTER_BITS - 6)],
+            keys: vec![EMPTY; 1 << bits],
+            values: vec![0; 1 << bits],
+            shift: 64 - bits,
+        };
+        for (rank, &(left, right)) in parts.iter().enumerate() {
+            let (key, hash) = Self::hash(left, right);
+            let bit = hash >> (table.shift - FILTER_BITS);
+            table.filter[(bit >> 6) as usize] |= 1 << (bit & 63);
+            let mut slot = (hash >> table.shift) as usize;
+            while table.keys[slot] != EMPTY {
+                slot = (slot + 1) & (table.keys.len() - 1);
+            }
+            table.keys[slot] = key;
+            table.values[slot] = NUM_BYTES + rank as u32;
+        }
+        table
+    }
+
+    #[inline(always)]
+    fn hash(left: Token, right: Token) -> (u64, u64) {
+        let key = u64::from(left) << 32 | u64::from(right);
+        let mixed = key.wrapping_mul(0x9E37_79B9_7F4A_7C15);
+        (key, (mixed ^ mixed >> 29).wrapping_mul(0xBF58_476D_1CE4_E5B9))
+    }
+
+    #[inline(always)]
+    fn get(&self, left: Token, right: Token) -> Option<Token> {
+        let (key, hash) = Self::hash(left, right);
+        let bit = hash >> (self.shift - FILTER_BITS);
+        if self.filter[(bit >> 6) as usize] & 1 << (bit & 63) == 0 {
+            return None;
+        }
+        let mut slot = (hash >> self.shift) as usize;
+        loop {
+            match self.keys[slot] {
+                found if found == key => return Some(self.values[slot]),
+                EMPTY => return None,
+                _ => slot = (slot + 1) & (self.keys.len() - 1),
+            }
+        }
+    }
+}
