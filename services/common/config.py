@@ -22,7 +22,7 @@ import dataclasses
 import enum
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar, cast
@@ -71,7 +71,7 @@ def load(
     service: str,
     argv: Sequence[str],
     environ: Mapping[str, str],
-    other_services: Sequence[str] = (),
+    other_services: Collection[str] = (),
 ) -> Loaded[ConfigT]:
     """Returns the configuration of `service`, or raises ConfigError.
 
@@ -181,7 +181,7 @@ def _parse_flags(
 def _read_environ(
     service: str,
     environ: Mapping[str, str],
-    other_services: Sequence[str],
+    other_services: Collection[str],
     fields: Mapping[Path_, tuple[Any, Any, bool]],
 ) -> dict[Path_, Any]:
     prefix = f"PELAGOS_{_env_name(service)}_"

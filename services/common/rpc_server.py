@@ -125,6 +125,11 @@ class RpcServer:
         """Returns how many calls are in progress, health and reflection left out."""
         return self._gate.num_calls
 
+    @property
+    def num_unary_calls(self) -> int:
+        """Returns how many of them are not streams; streams between processes live for ever."""
+        return self._gate.num_unary_calls
+
     async def start(self) -> None:
         """Starts to serve; health stays NOT_SERVING until `set_serving(True)`."""
         if not self._address:
@@ -186,6 +191,7 @@ class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         self.draining = False
         self.served_while_draining: set[str] = set()
         self.num_calls = 0
+        self.num_unary_calls = 0
 
     async def intercept_service(
         self,
@@ -230,6 +236,7 @@ class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     def _unary(self, method: str, inner: Any, bounded: bool) -> Any:
         async def handle(request: Any, context: grpc.aio.ServicerContext) -> Any:
             self.num_calls += 1
+            self.num_unary_calls += 1
             try:
                 call = self._enter(method, context)
                 async with asyncio.timeout(self._default_timeout_s(call, bounded)) as timeout:
@@ -252,6 +259,7 @@ class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                 await self._fail(method, error, context)
             finally:
                 self.num_calls -= 1
+                self.num_unary_calls -= 1
 
         return handle
 
