@@ -18,7 +18,7 @@ from statistics import median
 def clamp_confidences(confidences: Sequence[float]) -> tuple[list[float], int]:
     """Confidences forced into [0, 1], NaN to 0, and how many had to be."""
     clean = [0.0 if math.isnan(c) else min(1.0, max(0.0, c)) for c in confidences]
-    bad = sum(1 for c, d in zip(confidences, clean, strict=True) if not c == d)
+    bad = sum(1 for c, d in zip(confidences, clean, strict=True) if c != d)
     return clean, bad
 
 

@@ -15,6 +15,7 @@ from services.decode.speculation import (
     split_budget,
     survival,
 )
+from services.engine.sim.split import split_rows
 
 G = 5
 CURVE = Curve((1, 2, 4, 8, 16, 24), (10.0, 10.2, 10.6, 12.0, 15.0, 18.5), sampler_ms=1.0)
@@ -174,3 +175,16 @@ def test_online_corrections_need_enough_samples():
     assert runtime_sampler_ms([], []) == 0.0
     assert runtime_slope({8: [12.8] * 10, 16: [15.0] * 9}, CURVE) == pytest.approx(0.1)
     assert runtime_slope({8: [11.0] * 10}, CURVE) == 0.0
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_t13_the_simulated_device_splits_like_the_cpu(seed):
+    rng = random.Random(seed)
+    for _ in range(2500):
+        batch = [
+            [rng.choice([0.0, 1.0, 0.5, rng.random()]) for _ in range(G)]
+            for _ in range(rng.randint(1, 8))
+        ]
+        budget = rng.randint(len(batch), len(batch) * (G + 1))
+        cpu = split_budget(budget, [survival(row) for row in batch], G)
+        assert split_rows(budget, batch, G) == cpu

@@ -43,7 +43,7 @@ def sizes(result):
     return [(chunk.key, chunk.num_tokens) for chunk in result.chunks]
 
 
-# --- ranks and the ledger (1.4, T3) ----------------------------------------------------------------
+# --- ranks and the ledger (1.4, T3) ---------------------------------------------------------------
 
 
 def test_the_worked_example_of_1_4_spreads_by_predicted_cost():
