@@ -45,10 +45,9 @@ class Division:
 
 @dataclass(frozen=True)
 class Puller:
-    """An engine that asks for work. `lane` is an index into the division's lanes."""
+    """An engine that asks for work."""
 
     engine_id: str
-    lane: int
     remaining_ns: int
     is_idle: bool  # holds nothing at all
 

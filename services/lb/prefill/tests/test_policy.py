@@ -96,7 +96,7 @@ def test_t_pre_2_a_dear_head_waits_for_an_empty_engine_and_blocks_the_next():
     held = {"A": 500_000_000, "B": 100_000_000, "C": 0}
 
     def pullers():
-        return [Puller(name, 0, quota - load, load == 0) for name, load in held.items()]
+        return [Puller(name, quota - load, load == 0) for name, load in held.items()]
 
     x = policy.choose_puller(pullers(), 200_000_000)
     assert x.engine_id == "C"
@@ -110,8 +110,8 @@ def test_t_pre_2_a_dear_head_waits_for_an_empty_engine_and_blocks_the_next():
 
 
 def test_an_engine_without_quota_left_gets_nothing():
-    assert policy.choose_puller([Puller("A", 0, 0, False)], 1) is None
-    assert policy.choose_puller([Puller("A", 0, -5, False)], 0) is None
+    assert policy.choose_puller([Puller("A", 0, False)], 1) is None
+    assert policy.choose_puller([Puller("A", -5, False)], 0) is None
 
 
 def test_t_pre_3_a_request_goes_to_the_rank_with_least_outstanding_cost():
