@@ -3,6 +3,7 @@
 //! A plain crate: `cargo test` needs no Python. `py.rs` is the binding, behind feature `python`.
 
 pub mod encode;
+pub mod stream;
 pub mod types;
 
 #[cfg(feature = "python")]
