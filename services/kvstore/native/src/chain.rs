@@ -9,7 +9,12 @@ pub type Key = [u8; 32];
 ///
 /// `extras[i]` is the already encoded media list of block i (36 bytes an item); a block without
 /// one has no media. The incomplete tail has no key.
-pub fn chain(parent: &Key, tokens: &[u8], block_tokens: usize, extras: &[(usize, Vec<u8>)]) -> Vec<Key> {
+pub fn chain(
+    parent: &Key,
+    tokens: &[u8],
+    block_tokens: usize,
+    extras: &[(usize, Vec<u8>)],
+) -> Vec<Key> {
     let block_bytes = block_tokens * 4;
     let mut keys = Vec::with_capacity(tokens.len() / block_bytes.max(1));
     let mut previous = *parent;

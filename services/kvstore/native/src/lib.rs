@@ -1,6 +1,12 @@
 //! Native core of the KV cache store. `cargo test` needs no Python; `py.rs` is the binding.
 
 pub mod chain;
+pub mod crc;
+pub mod ec;
+pub mod gf;
+pub mod object;
+pub mod segment;
+pub mod table;
 
 #[cfg(feature = "python")]
 mod py;

@@ -1,0 +1,1 @@
+"""Where shards lie: one interface, several kinds of storage."""

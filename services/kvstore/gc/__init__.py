@@ -1,0 +1,1 @@
+"""Garbage collection: one worker per storage node."""

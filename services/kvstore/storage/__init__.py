@@ -1,0 +1,1 @@
+"""Storage node: DATA and META halves."""

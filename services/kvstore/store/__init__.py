@@ -1,0 +1,1 @@
+"""Roles CHECK and STORE."""

@@ -1,0 +1,1 @@
+"""Sliding-window state: directory and host pools."""
