@@ -630,19 +630,23 @@ class FollowLogRequest(_message.Message):
 
     PG_FIELD_NUMBER: _builtins.int
     FROM_SEQ_FIELD_NUMBER: _builtins.int
+    LOG_ID_FIELD_NUMBER: _builtins.int
     pg: _builtins.int
     """Group; -1 for all this node leads."""
     from_seq: _builtins.int
     """First sequence number; 0 for a snapshot."""
+    log_id: _builtins.str
+    """Log incarnation the number belongs to; another one restarts with a snapshot."""
     def __init__(
         self,
         *,
         pg: _builtins.int = ...,
         from_seq: _builtins.int = ...,
+        log_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_seq", b"from_seq", "pg", b"pg"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_seq", b"from_seq", "log_id", b"log_id", "pg", b"pg"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -658,12 +662,21 @@ class FollowLogResponse(_message.Message):
     NEXT_SEQ_FIELD_NUMBER: _builtins.int
     OBJECTS_FIELD_NUMBER: _builtins.int
     RESET_FIELD_NUMBER: _builtins.int
+    ENTRIES_FIELD_NUMBER: _builtins.int
+    LOG_ID_FIELD_NUMBER: _builtins.int
+    LEVEL_FIELD_NUMBER: _builtins.int
     pg: _builtins.int
     """Group."""
     next_seq: _builtins.int
     """Sequence number after these."""
     reset: _builtins.bool
     """Forget what you had of this group."""
+    entries: _builtins.bytes
+    """Log entries of 80 bytes, as in FollowCommitsResponse; objects stays empty then."""
+    log_id: _builtins.str
+    """Log incarnation."""
+    level: _builtins.bool
+    """True when the reader is level with the log (also sent as a heartbeat)."""
     @_builtins.property
     def objects(self) -> _containers.RepeatedCompositeFieldContainer[Global___ObjectRecord]:
         """Objects as they are now."""
@@ -675,10 +688,13 @@ class FollowLogResponse(_message.Message):
         next_seq: _builtins.int = ...,
         objects: _abc.Iterable[Global___ObjectRecord] | None = ...,
         reset: _builtins.bool = ...,
+        entries: _builtins.bytes = ...,
+        log_id: _builtins.str = ...,
+        level: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_seq", b"next_seq", "objects", b"objects", "pg", b"pg", "reset", b"reset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries", b"entries", "level", b"level", "log_id", b"log_id", "next_seq", b"next_seq", "objects", b"objects", "pg", b"pg", "reset", b"reset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

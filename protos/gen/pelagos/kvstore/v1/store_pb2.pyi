@@ -140,6 +140,7 @@ class FetchRequest(_message.Message):
     SLOTS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     PIN_ID_FIELD_NUMBER: _builtins.int
+    FETCH_ID_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request."""
     keys: _builtins.bytes
@@ -152,6 +153,8 @@ class FetchRequest(_message.Message):
     """Higher first."""
     pin_id: _builtins.str
     """Pin to renew."""
+    fetch_id: _builtins.int
+    """Names the fetch for CancelFetch; random, 0 when it will not be cancelled that way."""
     @_builtins.property
     def ring(self) -> Global___ShmRing:
         """Destination; absent: payloads come inline."""
@@ -171,14 +174,59 @@ class FetchRequest(_message.Message):
         slots: _abc.Iterable[_builtins.int] | None = ...,
         priority: _builtins.int = ...,
         pin_id: _builtins.str = ...,
+        fetch_id: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ring", b"ring"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys", b"keys", "layout_fingerprint", b"layout_fingerprint", "parent_key", b"parent_key", "pin_id", b"pin_id", "priority", b"priority", "request_id", b"request_id", "ring", b"ring", "slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetch_id", b"fetch_id", "keys", b"keys", "layout_fingerprint", b"layout_fingerprint", "parent_key", b"parent_key", "pin_id", b"pin_id", "priority", b"priority", "request_id", b"request_id", "ring", b"ring", "slots", b"slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___FetchRequest: _TypeAlias = FetchRequest  # noqa: Y015
+
+@_typing.final
+class CancelFetchRequest(_message.Message):
+    """A fetch to end."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FETCH_ID_FIELD_NUMBER: _builtins.int
+    fetch_id: _builtins.int
+    """As in FetchRequest."""
+    def __init__(
+        self,
+        *,
+        fetch_id: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fetch_id", b"fetch_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelFetchRequest: _TypeAlias = CancelFetchRequest  # noqa: Y015
+
+@_typing.final
+class CancelFetchResponse(_message.Message):
+    """Nothing is written any more."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WAS_RUNNING_FIELD_NUMBER: _builtins.int
+    was_running: _builtins.bool
+    """Whether it was still running."""
+    def __init__(
+        self,
+        *,
+        was_running: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["was_running", b"was_running"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelFetchResponse: _TypeAlias = CancelFetchResponse  # noqa: Y015
 
 @_typing.final
 class FetchResponse(_message.Message):
@@ -240,6 +288,8 @@ class PutRequest(_message.Message):
     WRITER_ID_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     DOMAIN_ID_FIELD_NUMBER: _builtins.int
+    PAYLOAD_DIGEST_FIELD_NUMBER: _builtins.int
+    BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
     put_seq: _builtins.int
     """Chosen by the caller, echoed."""
     key: _builtins.bytes
@@ -270,6 +320,12 @@ class PutRequest(_message.Message):
     """The request."""
     domain_id: _builtins.bytes
     """Salt domain id (public digest) for tenant deletion."""
+    payload_digest: _builtins.bytes
+    """xxh3-128 of the payload as the writer made it; bytes in the slot that do not have it are
+    refused. Empty: taken from the bytes found.
+    """
+    block_tokens: _builtins.int
+    """Tokens per block; 0 means as many as token_ids holds."""
     @_builtins.property
     def ring(self) -> Global___ShmRing:
         """a slot of this ring."""
@@ -293,10 +349,12 @@ class PutRequest(_message.Message):
         writer_id: _builtins.str = ...,
         request_id: _builtins.str = ...,
         domain_id: _builtins.bytes = ...,
+        payload_digest: _builtins.bytes = ...,
+        block_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ring", b"ring"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["approximate", b"approximate", "block_index", b"block_index", "by_decode", b"by_decode", "domain_id", b"domain_id", "extra", b"extra", "key", b"key", "layout_fingerprint", b"layout_fingerprint", "parent_key", b"parent_key", "payload", b"payload", "put_seq", b"put_seq", "request_id", b"request_id", "ring", b"ring", "slot", b"slot", "token_ids", b"token_ids", "ttl_class", b"ttl_class", "writer_id", b"writer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["approximate", b"approximate", "block_index", b"block_index", "block_tokens", b"block_tokens", "by_decode", b"by_decode", "domain_id", b"domain_id", "extra", b"extra", "key", b"key", "layout_fingerprint", b"layout_fingerprint", "parent_key", b"parent_key", "payload", b"payload", "payload_digest", b"payload_digest", "put_seq", b"put_seq", "request_id", b"request_id", "ring", b"ring", "slot", b"slot", "token_ids", b"token_ids", "ttl_class", b"ttl_class", "writer_id", b"writer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -459,6 +517,7 @@ class FollowCommitsResponse(_message.Message):
     RECORDS_FIELD_NUMBER: _builtins.int
     RESET_FIELD_NUMBER: _builtins.int
     LEVEL_FIELD_NUMBER: _builtins.int
+    ENTRIES_FIELD_NUMBER: _builtins.int
     log_id: _builtins.str
     """Log incarnation."""
     next_seq: _builtins.int
@@ -467,9 +526,13 @@ class FollowCommitsResponse(_message.Message):
     """True on the first part of a snapshot: forget what you had."""
     level: _builtins.bool
     """True when the reader is level with the log (also sent as a heartbeat)."""
+    entries: _builtins.bytes
+    """Log entries of 80 bytes, as on disk: seq u64, op u8 (1 set, 2 remove), 3 zero bytes, key16,
+    record of 48 bytes (kvcache-and-balancing.md, section 3.3), crc32c.
+    """
     @_builtins.property
     def records(self) -> _containers.RepeatedCompositeFieldContainer[Global___CommitRecord]:
-        """Records."""
+        """Unused: entries carries the log."""
 
     def __init__(
         self,
@@ -479,10 +542,11 @@ class FollowCommitsResponse(_message.Message):
         records: _abc.Iterable[Global___CommitRecord] | None = ...,
         reset: _builtins.bool = ...,
         level: _builtins.bool = ...,
+        entries: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["level", b"level", "log_id", b"log_id", "next_seq", b"next_seq", "records", b"records", "reset", b"reset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["entries", b"entries", "level", b"level", "log_id", b"log_id", "next_seq", b"next_seq", "records", b"records", "reset", b"reset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

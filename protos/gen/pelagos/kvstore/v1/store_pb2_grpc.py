@@ -40,6 +40,11 @@ class StoreServiceStub:
                 request_serializer=pelagos_dot_kvstore_dot_v1_dot_store__pb2.FetchRequest.SerializeToString,
                 response_deserializer=pelagos_dot_kvstore_dot_v1_dot_store__pb2.FetchResponse.FromString,
                 _registered_method=True)
+        self.CancelFetch = channel.unary_unary(
+                '/pelagos.kvstore.v1.StoreService/CancelFetch',
+                request_serializer=pelagos_dot_kvstore_dot_v1_dot_store__pb2.CancelFetchRequest.SerializeToString,
+                response_deserializer=pelagos_dot_kvstore_dot_v1_dot_store__pb2.CancelFetchResponse.FromString,
+                _registered_method=True)
         self.Put = channel.stream_stream(
                 '/pelagos.kvstore.v1.StoreService/Put',
                 request_serializer=pelagos_dot_kvstore_dot_v1_dot_store__pb2.PutRequest.SerializeToString,
@@ -85,6 +90,14 @@ class StoreServiceServicer:
         """Fetches blocks into shared-memory slots (or inline). Never fails for a missing block: it is a
         miss and shrinks the hit. Cancel frees the slots at once; nothing is written after the
         acknowledgement.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CancelFetch(self, request, context):
+        """Ends a fetch; when this has answered, nothing more is written into its slots. Idempotent, also
+        for a fetch that has ended or never was.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -148,6 +161,11 @@ def add_StoreServiceServicer_to_server(servicer, server):
                     servicer.Fetch,
                     request_deserializer=pelagos_dot_kvstore_dot_v1_dot_store__pb2.FetchRequest.FromString,
                     response_serializer=pelagos_dot_kvstore_dot_v1_dot_store__pb2.FetchResponse.SerializeToString,
+            ),
+            'CancelFetch': grpc.unary_unary_rpc_method_handler(
+                    servicer.CancelFetch,
+                    request_deserializer=pelagos_dot_kvstore_dot_v1_dot_store__pb2.CancelFetchRequest.FromString,
+                    response_serializer=pelagos_dot_kvstore_dot_v1_dot_store__pb2.CancelFetchResponse.SerializeToString,
             ),
             'Put': grpc.stream_stream_rpc_method_handler(
                     servicer.Put,
@@ -213,6 +231,33 @@ class StoreService:
             '/pelagos.kvstore.v1.StoreService/Fetch',
             pelagos_dot_kvstore_dot_v1_dot_store__pb2.FetchRequest.SerializeToString,
             pelagos_dot_kvstore_dot_v1_dot_store__pb2.FetchResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CancelFetch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pelagos.kvstore.v1.StoreService/CancelFetch',
+            pelagos_dot_kvstore_dot_v1_dot_store__pb2.CancelFetchRequest.SerializeToString,
+            pelagos_dot_kvstore_dot_v1_dot_store__pb2.CancelFetchResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -38,6 +38,10 @@ class StoreServiceStub:
     miss and shrinks the hit. Cancel frees the slots at once; nothing is written after the
     acknowledgement.
     """
+    CancelFetch: _grpc.UnaryUnaryMultiCallable[_store_pb2.CancelFetchRequest, _store_pb2.CancelFetchResponse]
+    """Ends a fetch; when this has answered, nothing more is written into its slots. Idempotent, also
+    for a fetch that has ended or never was.
+    """
     Put: _grpc.StreamStreamMultiCallable[_store_pb2.PutRequest, _store_pb2.PutResponse]
     """Stores blocks in parent order. A refused block (drift, missing parent, full queue) is answered,
     not failed. Idempotent per key.
@@ -66,6 +70,10 @@ class StoreServiceAsyncStub(StoreServiceStub):
     """Fetches blocks into shared-memory slots (or inline). Never fails for a missing block: it is a
     miss and shrinks the hit. Cancel frees the slots at once; nothing is written after the
     acknowledgement.
+    """
+    CancelFetch: _aio.UnaryUnaryMultiCallable[_store_pb2.CancelFetchRequest, _store_pb2.CancelFetchResponse]  # type: ignore[assignment]
+    """Ends a fetch; when this has answered, nothing more is written into its slots. Idempotent, also
+    for a fetch that has ended or never was.
     """
     Put: _aio.StreamStreamMultiCallable[_store_pb2.PutRequest, _store_pb2.PutResponse]  # type: ignore[assignment]
     """Stores blocks in parent order. A refused block (drift, missing parent, full queue) is answered,
@@ -98,6 +106,16 @@ class StoreServiceServicer(metaclass=_abc_1.ABCMeta):
         """Fetches blocks into shared-memory slots (or inline). Never fails for a missing block: it is a
         miss and shrinks the hit. Cancel frees the slots at once; nothing is written after the
         acknowledgement.
+        """
+
+    @_abc_1.abstractmethod
+    def CancelFetch(
+        self,
+        request: _store_pb2.CancelFetchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_store_pb2.CancelFetchResponse, _abc.Awaitable[_store_pb2.CancelFetchResponse]]:
+        """Ends a fetch; when this has answered, nothing more is written into its slots. Idempotent, also
+        for a fetch that has ended or never was.
         """
 
     @_abc_1.abstractmethod
