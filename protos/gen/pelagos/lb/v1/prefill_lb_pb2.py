@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from pelagos.engine.v1 import records_pb2 as pelagos_dot_engine_dot_v1_dot_records__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1epelagos/lb/v1/prefill_lb.proto\x12\rpelagos.lb.v1\x1a\x1fpelagos/engine/v1/records.proto\"=\n\rSubmitRequest\x12,\n\x04spec\x18\x01 \x01(\x0b\x32\x1e.pelagos.engine.v1.RequestSpec\"=\n\x06Queued\x12\x0e\n\x06\x62ucket\x18\x01 \x01(\r\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x11\n\tfollowing\x18\x03 \x01(\x08\"X\n\x08\x41ssigned\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\x12\x15\n\rqueue_wait_ms\x18\x04 \x01(\r\"o\n\x0eSubmitResponse\x12\'\n\x06queued\x18\x01 \x01(\x0b\x32\x15.pelagos.lb.v1.QueuedH\x00\x12+\n\x08\x61ssigned\x18\x02 \x01(\x0b\x32\x17.pelagos.lb.v1.AssignedH\x00\x42\x07\n\x05\x65vent\"\xfd\x01\n\tPullHello\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0f\n\x07\x64p_size\x18\x04 \x01(\r\x12\x10\n\x08quota_ns\x18\x05 \x01(\x04\x12\x16\n\x0e\x61\x63\x63\x65pt_buckets\x18\x06 \x01(\r\x12\x12\n\nmax_tokens\x18\x07 \x01(\r\x12\x13\n\x0b\x65ngine_type\x18\x08 \x01(\t\x12\r\n\x05model\x18\t \x01(\t\x12.\n\x07holding\x18\n \x03(\x0b\x32\x1d.pelagos.engine.v1.RequestKey\x12\x16\n\x0eoutstanding_ns\x18\x0b \x01(\x04\"H\n\x0cPullCapacity\x12\x14\n\x0cremaining_ns\x18\x01 \x01(\x03\x12\x0f\n\x07holding\x18\x02 \x01(\r\x12\x11\n\taccepting\x18\x03 \x01(\x08\":\n\x0cPullAccepted\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.pelagos.engine.v1.RequestKey\"J\n\x0cPullRejected\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.pelagos.engine.v1.RequestKey\x12\x0e\n\x06reason\x18\x02 \x01(\t\"c\n\x0cPullFinished\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.pelagos.engine.v1.RequestKey\x12\x11\n\tcommitted\x18\x02 \x01(\x08\x12\x14\n\x0c\x65ngine_fault\x18\x03 \x01(\x08\"\x86\x02\n\x0bPullRequest\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.pelagos.lb.v1.PullHelloH\x00\x12/\n\x08\x63\x61pacity\x18\x02 \x01(\x0b\x32\x1b.pelagos.lb.v1.PullCapacityH\x00\x12/\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\x0b\x32\x1b.pelagos.lb.v1.PullAcceptedH\x00\x12/\n\x08rejected\x18\x04 \x01(\x0b\x32\x1b.pelagos.lb.v1.PullRejectedH\x00\x12/\n\x08\x66inished\x18\x05 \x01(\x0b\x32\x1b.pelagos.lb.v1.PullFinishedH\x00\x42\x08\n\x06report\"\x88\x01\n\x0cPullResponse\x12.\n\x04work\x18\x01 \x01(\x0b\x32\x1e.pelagos.engine.v1.RequestSpecH\x00\x12/\n\x06revoke\x18\x02 \x01(\x0b\x32\x1d.pelagos.engine.v1.RequestKeyH\x00\x12\x0c\n\x04term\x18\x03 \x01(\x04\x42\t\n\x07\x63ommand\"\x12\n\x10GetQueuesRequest\"w\n\x0b\x42ucketState\x12\x12\n\nmin_tokens\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x03 \x01(\x04\x12\x14\n\x0cinstance_ids\x18\x04 \x03(\t\x12\x15\n\rhead_block_ms\x18\x05 \x01(\r\"a\n\x11GetQueuesResponse\x12+\n\x07\x62uckets\x18\x01 \x03(\x0b\x32\x1a.pelagos.lb.v1.BucketState\x12\x0c\n\x04term\x18\x02 \x01(\x04\x12\x11\n\tfollowing\x18\x03 \x01(\r2\xf0\x01\n\x10PrefillLbService\x12G\n\x06Submit\x12\x1c.pelagos.lb.v1.SubmitRequest\x1a\x1d.pelagos.lb.v1.SubmitResponse0\x01\x12\x43\n\x04Pull\x12\x1a.pelagos.lb.v1.PullRequest\x1a\x1b.pelagos.lb.v1.PullResponse(\x01\x30\x01\x12N\n\tGetQueues\x12\x1f.pelagos.lb.v1.GetQueuesRequest\x1a .pelagos.lb.v1.GetQueuesResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1epelagos/lb/v1/prefill_lb.proto\x12\rpelagos.lb.v1\x1a\x1fpelagos/engine/v1/records.proto\"=\n\rSubmitRequest\x12,\n\x04spec\x18\x01 \x01(\x0b\x32\x1e.pelagos.engine.v1.RequestSpec\"=\n\x06Queued\x12\x0e\n\x06\x62ucket\x18\x01 \x01(\r\x12\x10\n\x08position\x18\x02 \x01(\r\x12\x11\n\tfollowing\x18\x03 \x01(\x08\"X\n\x08\x41ssigned\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x03 \x01(\t\x12\x15\n\rqueue_wait_ms\x18\x04 \x01(\r\"\t\n\x07Rematch\"\x9a\x01\n\x0eSubmitResponse\x12\'\n\x06queued\x18\x01 \x01(\x0b\x32\x15.pelagos.lb.v1.QueuedH\x00\x12+\n\x08\x61ssigned\x18\x02 \x01(\x0b\x32\x17.pelagos.lb.v1.AssignedH\x00\x12)\n\x07rematch\x18\x03 \x01(\x0b\x32\x16.pelagos.lb.v1.RematchH\x00\x42\x07\n\x05\x65vent\"\xfd\x01\n\tPullHello\x12\x13\n\x0binstance_id\x18\x01 \x01(\t\x12\x0f\n\x07\x62oot_id\x18\x02 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x03 \x01(\t\x12\x0f\n\x07\x64p_size\x18\x04 \x01(\r\x12\x10\n\x08quota_ns\x18\x05 \x01(\x04\x12\x16\n\x0e\x61\x63\x63\x65pt_buckets\x18\x06 \x01(\r\x12\x12\n\nmax_tokens\x18\x07 \x01(\r\x12\x13\n\x0b\x65ngine_type\x18\x08 \x01(\t\x12\r\n\x05model\x18\t \x01(\t\x12.\n\x07holding\x18\n \x03(\x0b\x32\x1d.pelagos.engine.v1.RequestKey\x12\x16\n\x0eoutstanding_ns\x18\x0b \x01(\x04\"H\n\x0cPullCapacity\x12\x14\n\x0cremaining_ns\x18\x01 \x01(\x03\x12\x0f\n\x07holding\x18\x02 \x01(\r\x12\x11\n\taccepting\x18\x03 \x01(\x08\":\n\x0cPullAccepted\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.pelagos.engine.v1.RequestKey\"J\n\x0cPullRejected\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.pelagos.engine.v1.RequestKey\x12\x0e\n\x06reason\x18\x02 \x01(\t\"c\n\x0cPullFinished\x12*\n\x03key\x18\x01 \x01(\x0b\x32\x1d.pelagos.engine.v1.RequestKey\x12\x11\n\tcommitted\x18\x02 \x01(\x08\x12\x14\n\x0c\x65ngine_fault\x18\x03 \x01(\x08\"\x86\x02\n\x0bPullRequest\x12)\n\x05hello\x18\x01 \x01(\x0b\x32\x18.pelagos.lb.v1.PullHelloH\x00\x12/\n\x08\x63\x61pacity\x18\x02 \x01(\x0b\x32\x1b.pelagos.lb.v1.PullCapacityH\x00\x12/\n\x08\x61\x63\x63\x65pted\x18\x03 \x01(\x0b\x32\x1b.pelagos.lb.v1.PullAcceptedH\x00\x12/\n\x08rejected\x18\x04 \x01(\x0b\x32\x1b.pelagos.lb.v1.PullRejectedH\x00\x12/\n\x08\x66inished\x18\x05 \x01(\x0b\x32\x1b.pelagos.lb.v1.PullFinishedH\x00\x42\x08\n\x06report\"\x88\x01\n\x0cPullResponse\x12.\n\x04work\x18\x01 \x01(\x0b\x32\x1e.pelagos.engine.v1.RequestSpecH\x00\x12/\n\x06revoke\x18\x02 \x01(\x0b\x32\x1d.pelagos.engine.v1.RequestKeyH\x00\x12\x0c\n\x04term\x18\x03 \x01(\x04\x42\t\n\x07\x63ommand\"\x12\n\x10GetQueuesRequest\"w\n\x0b\x42ucketState\x12\x12\n\nmin_tokens\x18\x01 \x01(\r\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x16\n\x0ewaiting_tokens\x18\x03 \x01(\x04\x12\x14\n\x0cinstance_ids\x18\x04 \x03(\t\x12\x15\n\rhead_block_ms\x18\x05 \x01(\r\"a\n\x11GetQueuesResponse\x12+\n\x07\x62uckets\x18\x01 \x03(\x0b\x32\x1a.pelagos.lb.v1.BucketState\x12\x0c\n\x04term\x18\x02 \x01(\x04\x12\x11\n\tfollowing\x18\x03 \x01(\r2\xf0\x01\n\x10PrefillLbService\x12G\n\x06Submit\x12\x1c.pelagos.lb.v1.SubmitRequest\x1a\x1d.pelagos.lb.v1.SubmitResponse0\x01\x12\x43\n\x04Pull\x12\x1a.pelagos.lb.v1.PullRequest\x1a\x1b.pelagos.lb.v1.PullResponse(\x01\x30\x01\x12N\n\tGetQueues\x12\x1f.pelagos.lb.v1.GetQueuesRequest\x1a .pelagos.lb.v1.GetQueuesResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,28 +38,30 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_QUEUED']._serialized_end=206
   _globals['_ASSIGNED']._serialized_start=208
   _globals['_ASSIGNED']._serialized_end=296
-  _globals['_SUBMITRESPONSE']._serialized_start=298
-  _globals['_SUBMITRESPONSE']._serialized_end=409
-  _globals['_PULLHELLO']._serialized_start=412
-  _globals['_PULLHELLO']._serialized_end=665
-  _globals['_PULLCAPACITY']._serialized_start=667
-  _globals['_PULLCAPACITY']._serialized_end=739
-  _globals['_PULLACCEPTED']._serialized_start=741
-  _globals['_PULLACCEPTED']._serialized_end=799
-  _globals['_PULLREJECTED']._serialized_start=801
-  _globals['_PULLREJECTED']._serialized_end=875
-  _globals['_PULLFINISHED']._serialized_start=877
-  _globals['_PULLFINISHED']._serialized_end=976
-  _globals['_PULLREQUEST']._serialized_start=979
-  _globals['_PULLREQUEST']._serialized_end=1241
-  _globals['_PULLRESPONSE']._serialized_start=1244
-  _globals['_PULLRESPONSE']._serialized_end=1380
-  _globals['_GETQUEUESREQUEST']._serialized_start=1382
-  _globals['_GETQUEUESREQUEST']._serialized_end=1400
-  _globals['_BUCKETSTATE']._serialized_start=1402
-  _globals['_BUCKETSTATE']._serialized_end=1521
-  _globals['_GETQUEUESRESPONSE']._serialized_start=1523
-  _globals['_GETQUEUESRESPONSE']._serialized_end=1620
-  _globals['_PREFILLLBSERVICE']._serialized_start=1623
-  _globals['_PREFILLLBSERVICE']._serialized_end=1863
+  _globals['_REMATCH']._serialized_start=298
+  _globals['_REMATCH']._serialized_end=307
+  _globals['_SUBMITRESPONSE']._serialized_start=310
+  _globals['_SUBMITRESPONSE']._serialized_end=464
+  _globals['_PULLHELLO']._serialized_start=467
+  _globals['_PULLHELLO']._serialized_end=720
+  _globals['_PULLCAPACITY']._serialized_start=722
+  _globals['_PULLCAPACITY']._serialized_end=794
+  _globals['_PULLACCEPTED']._serialized_start=796
+  _globals['_PULLACCEPTED']._serialized_end=854
+  _globals['_PULLREJECTED']._serialized_start=856
+  _globals['_PULLREJECTED']._serialized_end=930
+  _globals['_PULLFINISHED']._serialized_start=932
+  _globals['_PULLFINISHED']._serialized_end=1031
+  _globals['_PULLREQUEST']._serialized_start=1034
+  _globals['_PULLREQUEST']._serialized_end=1296
+  _globals['_PULLRESPONSE']._serialized_start=1299
+  _globals['_PULLRESPONSE']._serialized_end=1435
+  _globals['_GETQUEUESREQUEST']._serialized_start=1437
+  _globals['_GETQUEUESREQUEST']._serialized_end=1455
+  _globals['_BUCKETSTATE']._serialized_start=1457
+  _globals['_BUCKETSTATE']._serialized_end=1576
+  _globals['_GETQUEUESRESPONSE']._serialized_start=1578
+  _globals['_GETQUEUESRESPONSE']._serialized_end=1675
+  _globals['_PREFILLLBSERVICE']._serialized_start=1678
+  _globals['_PREFILLLBSERVICE']._serialized_end=1918
 # @@protoc_insertion_point(module_scope)

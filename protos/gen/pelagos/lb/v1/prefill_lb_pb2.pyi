@@ -108,13 +108,33 @@ class Assigned(_message.Message):
 Global___Assigned: _TypeAlias = Assigned  # noqa: Y015
 
 @_typing.final
+class Rematch(_message.Message):
+    """The prompt should be matched again with CHECK: a request with the same cold prefix has ended. The
+    submitter calls Submit again with the same key and the new match, and gets its old place back.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Rematch: _TypeAlias = Rematch  # noqa: Y015
+
+@_typing.final
 class SubmitResponse(_message.Message):
-    """Progress of a submission; assigned is the last message."""
+    """Progress of a submission; assigned or rematch is the last message."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     QUEUED_FIELD_NUMBER: _builtins.int
     ASSIGNED_FIELD_NUMBER: _builtins.int
+    REMATCH_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def queued(self) -> Global___Queued:
         """It waits."""
@@ -123,17 +143,22 @@ class SubmitResponse(_message.Message):
     def assigned(self) -> Global___Assigned:
         """It was accepted."""
 
+    @_builtins.property
+    def rematch(self) -> Global___Rematch:
+        """Match again and submit again."""
+
     def __init__(
         self,
         *,
         queued: Global___Queued | None = ...,
         assigned: Global___Assigned | None = ...,
+        rematch: Global___Rematch | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["assigned", b"assigned", "event", b"event", "queued", b"queued"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["assigned", b"assigned", "event", b"event", "queued", b"queued", "rematch", b"rematch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["assigned", b"assigned", "event", b"event", "queued", b"queued"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assigned", b"assigned", "event", b"event", "queued", b"queued", "rematch", b"rematch"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["queued", "assigned"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["queued", "assigned", "rematch"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
