@@ -256,3 +256,33 @@ fn emit_part(
         Action::Punctuation(punctuation) => sink.op(Op::CallArgs(punctuation.text())),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::types::{Parsing, SpecialTokens};
+
+    /// A stream holds what is pending, not what has passed.
+    #[test]
+    fn memory_does_not_grow_with_the_output() {
+        let parsing = Parsing {
+            parse_tool_calls: true,
+            stop_sequences: vec!["a stop".to_owned()],
+            ..Parsing::default()
+        };
+        let table = Arc::new(StageTable::new(&parsing, &SpecialTokens::default()));
+        let mut parser = Parser::new(table, false);
+        let mut num_bytes = 0;
+        for index in 0..100_000 {
+            let text = ["word a ", "st<", "</", "\n\n"][index % 4];
+            parser.push(text, PieceKind::Text, None, &mut |op: Op<'_>| {
+                if let Op::Content { text, .. } = op {
+                    num_bytes += text.len();
+                }
+            });
+            let held = parser.text.len() - parser.text_at;
+            assert!(held <= 16 && parser.pieces.len() <= 4 && parser.segments.len() <= 2);
+        }
+        assert!(num_bytes > 300_000 && parser.text.capacity() < 256);
+    }
+}

@@ -78,37 +78,21 @@ impl CustomInput {
 
     fn escape(&mut self, character: char, out: &mut String) {
         self.held.push(character);
-        let decoded = match decode_escape(&self.held) {
+        match decode_escape(&self.held) {
             Escape::Incomplete => return,
-            Escape::Character(decoded) => {
-                out.push(decoded);
-                String::new()
-            }
-            // What broke it may begin an escape of its own, so it is read again.
-            Escape::Invalid { num_raw } => {
-                out.push_str(&self.held[..num_raw]);
-                self.held.split_off(num_raw)
-            }
-        };
+            Escape::Character(decoded) => out.push(decoded),
+            // Raw up to and with the character that broke it, even when that is a quote.
+            Escape::Invalid => out.push_str(&self.held),
+        }
         self.held.clear();
         self.state = State::Text;
-        for character in decoded.chars() {
-            match self.state {
-                State::Escape => self.escape(character, out),
-                State::Closed => break,
-                _ => self.text(character, out),
-            }
-        }
     }
 }
 
 enum Escape {
     Incomplete,
     Character(char),
-    /// The first `num_raw` bytes are no escape and pass through.
-    Invalid {
-        num_raw: usize,
-    },
+    Invalid,
 }
 
 fn decode_escape(held: &str) -> Escape {
@@ -122,7 +106,7 @@ fn decode_escape(held: &str) -> Escape {
         b'r' => '\r',
         b't' => '\t',
         b'u' => return decode_unicode(held),
-        _ => return Escape::Invalid { num_raw: held.len() },
+        _ => return Escape::Invalid,
     };
     Escape::Character(character)
 }
@@ -133,25 +117,25 @@ fn decode_unicode(held: &str) -> Escape {
     let first = match hex(&bytes[2..]) {
         Ok(Some(unit)) => unit,
         Ok(None) => return Escape::Incomplete,
-        Err(()) => return Escape::Invalid { num_raw: held.len() },
+        Err(()) => return Escape::Invalid,
     };
     if let Some(character) = char::from_u32(first) {
         return Escape::Character(character);
     }
     if first >= 0xdc00 {
-        return Escape::Invalid { num_raw: held.len() };
+        return Escape::Invalid;
     }
     let rest = &bytes[6..];
     if !b"\\u".starts_with(&rest[..rest.len().min(2)]) {
-        return Escape::Invalid { num_raw: 6 };
+        return Escape::Invalid;
     }
     match hex(rest.get(2..).unwrap_or_default()) {
         Ok(None) => Escape::Incomplete,
         Ok(Some(second @ 0xdc00..0xe000)) => {
             let code = 0x10000 + ((first - 0xd800) << 10) + (second - 0xdc00);
-            char::from_u32(code).map_or(Escape::Invalid { num_raw: 6 }, Escape::Character)
+            char::from_u32(code).map_or(Escape::Invalid, Escape::Character)
         }
-        Ok(Some(_)) | Err(()) => Escape::Invalid { num_raw: 6 },
+        Ok(Some(_)) | Err(()) => Escape::Invalid,
     }
 }
 
