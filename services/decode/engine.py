@@ -1,0 +1,739 @@
+"""A decode instance: reservations, running requests, moves, drain. No gRPC in here.
+
+What a request holds - blocks, a state slot, a transfer, a stream - is given back on every path by
+two functions: `_let_go` for a reservation that never ran, `_released` for one that did.
+Source: engine.md, sections 2.1, 2.5, 2.8, 7.4 and 7.5.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import math
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Protocol
+
+from pelagos.engine.v1 import kv_transfer_pb2, records_pb2
+
+from services.common.clock import SYSTEM_CLOCK, Clock
+from services.common.errors import Failure, Reason
+from services.decode import drain as drain_core
+from services.decode import scheduler
+from services.decode.config import DecodeConfig
+from services.decode.rank_loop import DecodeRank, Hooks
+from services.decode.scheduler import StopRules
+from services.decode.sequence import Sequence
+from services.decode.speculation import Curve
+from services.decode.transfers import Incoming, Transfers
+from services.engine import records
+from services.engine import transfer as transfer_core
+from services.engine.blocks import Fit
+from services.engine.handoff import outgoing_pieces, request_without_pixels
+from services.engine.layout import KvLayout
+from services.engine.persister import FullBlock, Persister
+from services.engine.requests import FinishReason, RequestKey
+from services.engine.runner import ModelRunner, Start, StateFault
+from services.engine.sim.config import CURVE_MS, CURVE_ROWS
+from services.engine.streams import StreamHub
+from services.engine.swa_pool import SwaPool
+from services.engine.tasks import TaskSet
+from services.engine.transfer import Reservation, ReservationEvent
+from services.engine.transfer_client import Outgoing, checksum
+
+log = logging.getLogger(__name__)
+
+_MAX_EXPORTS_AT_ONCE = 8
+
+
+@dataclass(eq=False)
+class Held:
+    """A reservation: room of one rank under a lease."""
+
+    reservation_id: str
+    key: RequestKey
+    rank: DecodeRank
+    num_tokens: int
+    table: list[int]
+    slot: int
+    lease_until_s: float
+    state: Reservation = Reservation.HELD
+    incoming: Incoming | None = None
+
+    @property
+    def peer_may_write(self) -> bool:
+        return self.incoming is not None and self.incoming.core.peer_may_write
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where a request goes on."""
+
+    instance_id: str
+    address: str
+
+
+class Mover(Protocol):
+    """Delivers a request to another decode engine. Raises Failure when nobody takes it."""
+
+    async def move(
+        self,
+        record: records_pb2.HandoffRecord,
+        pieces: list[Outgoing],
+        address: str | None,
+        num_tokens: int,
+    ) -> Target: ...
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who this instance is, as it signs records with."""
+
+    instance_id: str
+    boot_id: str
+    address: str
+
+
+class DecodeEngine:
+    """All ranks of an instance, and everything that is not a step."""
+
+    def __init__(
+        self,
+        config: DecodeConfig,
+        runners: list[ModelRunner],
+        identity: Identity,
+        *,
+        persister: Persister,
+        pool: SwaPool,
+        mover: Mover | None = None,
+        publish: Callable[[bytes, int, bytes, bool], None] = lambda *_: None,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self.config = config
+        self.layout: KvLayout = runners[0].layout
+        self.identity = identity
+        self.drain_state = drain_core.State()
+        self.mover = mover
+        self.persister = persister
+        self.pool = pool
+        self.transfers = Transfers(
+            self.layout, config.max_chunk_bytes, config.transfer_credit_bytes
+        )
+        self.transfers.find_destination = self._destination
+        self.hub = StreamHub(
+            config.streams,
+            on_unread=self._on_unread,
+            on_abort=lambda key: void(self.abort(key)),
+            on_room=self._on_room,
+            clock=clock,
+        )
+        self.tasks = TaskSet()
+        self.seen: list[str] = []  # picked requests that arrived, for the balancer's report
+        self.num_moved = self.num_resumed = self.num_lost = self.num_lapsed = 0
+        self.stopped = asyncio.Event()
+        self.refusing = False
+        self._publish = publish
+        self._clock = clock
+        self._geometry = self.layout.geometry
+        self._held: dict[str, Held] = {}
+        self._sequences: dict[tuple[str, int], tuple[DecodeRank, Sequence]] = {}
+        self._seq_ids = itertools.count(1)
+        self._exports = asyncio.Semaphore(_MAX_EXPORTS_AT_ONCE)
+        hooks = Hooks(self._persist, self._released, self._preempt)
+        self.ranks = [
+            DecodeRank(
+                index,
+                runner,
+                num_blocks=config.num_blocks,
+                max_seqs=config.max_seqs,
+                hooks=hooks,
+                curve=Curve(CURVE_ROWS, CURVE_MS),
+                dspark=config.dspark,
+                async_steps=config.async_steps,
+                clock=clock,
+            )
+            for index, runner in enumerate(runners)
+        ]
+
+    # --- counts ---------------------------------------------------------------------------------
+
+    @property
+    def num_running(self) -> int:
+        return len(self._sequences)
+
+    @property
+    def num_held(self) -> int:
+        return len(self._held)
+
+    @property
+    def num_blocks_used(self) -> int:
+        return sum(rank.blocks.num_used for rank in self.ranks)
+
+    @property
+    def num_slots_used(self) -> int:
+        return sum(rank.slots.num_slots - 1 - rank.slots.num_free for rank in self.ranks)
+
+    def num_in_flight(self) -> int:
+        """What a drain waits for."""
+        return len(self._sequences) + len(self._held)
+
+    def reserved_on(self, rank: DecodeRank) -> list[Held]:
+        return [held for held in self._held.values() if held.rank is rank]
+
+    @property
+    def accepting(self) -> bool:
+        return self.drain_state.accepts_reservations and not self.refusing
+
+    # --- reservations ---------------------------------------------------------------------------
+
+    def reserve(
+        self,
+        key: RequestKey,
+        num_tokens: int,
+        expected_output: int,
+        layout_signature: str,
+        rank_index: int,
+        lease_ms: int,
+    ) -> Held:
+        """Holds room for a sequence, at once or not at all. Idempotent per attempt and epoch.
+
+        Raises: Failure with DRAINING, LAYOUT_MISMATCH, NOT_FITTING or ENGINE_FULL.
+        """
+        self.seen.append(key.request_id)
+        if not self.accepting:
+            raise Failure(Reason.DRAINING, "the engine takes no new requests")
+        if layout_signature != self.layout.signature:
+            raise Failure(Reason.LAYOUT_MISMATCH, "the two engines lay out KV differently")
+        if not 0 <= rank_index < len(self.ranks):
+            raise Failure(Reason.INVALID_REQUEST, f"there is no rank {rank_index}")
+        for held in self._held.values():
+            if held.key == key and held.state is Reservation.HELD:
+                self.renew(held.reservation_id, lease_ms)
+                return held
+        rank = self.ranks[rank_index]
+        limit = min(num_tokens + expected_output, self.config.model.max_model_len)
+        at_its_end = scheduler.blocks_reserved(limit, self._geometry)
+        if rank.blocks.fit(at_its_end) is Fit.NEVER:
+            raise Failure(
+                Reason.NOT_FITTING,
+                f"at its end the request needs {at_its_end} blocks of {rank.blocks.num_blocks - 1}",
+                {"num_blocks": str(at_its_end), "max_blocks": str(rank.blocks.num_blocks - 1)},
+            )
+        needed = scheduler.blocks_reserved(num_tokens, self._geometry)
+        seats = len(rank.running) + len(self.reserved_on(rank))
+        idle = rank.blocks.num_used == 0
+        if (
+            seats >= rank.max_seqs
+            or rank.blocks.fit(needed) is not Fit.OK
+            or (rank.blocks.usage >= self.config.admit_below and not idle)
+        ):
+            raise Failure(Reason.ENGINE_FULL, "no room on this rank", retry_after_s=0.1)
+        slot = rank.slots.allocate()
+        if slot is None:
+            raise Failure(Reason.ENGINE_FULL, "no state slot on this rank", retry_after_s=0.1)
+        held = Held(
+            f"rsv-{secrets.token_hex(8)}",
+            key,
+            rank,
+            num_tokens,
+            rank.blocks.allocate(needed),
+            slot,
+            self._clock.now_s() + self._lease_s(lease_ms),
+        )
+        self._held[held.reservation_id] = held
+        return held
+
+    def _lease_s(self, lease_ms: int) -> float:
+        return min(lease_ms or self.config.lease_ms, self.config.max_lease_ms) / 1e3
+
+    def renew(self, reservation_id: str, lease_ms: int) -> float:
+        """Prolongs a lease; returns its seconds. Raises: Failure(NOT_FOUND)."""
+        held = self._find_held(reservation_id)
+        seconds = self._lease_s(lease_ms)
+        held.lease_until_s = self._clock.now_s() + seconds
+        return seconds
+
+    def _find_held(self, reservation_id: str) -> Held:
+        held = self._held.get(reservation_id)
+        if held is None or held.state is not Reservation.HELD:
+            raise Failure(Reason.NOT_FOUND, "no reservation of this id is held")
+        return held
+
+    def release(self, reservation_id: str) -> bool:
+        """Gives a reservation back; False when it was not held any more."""
+        held = self._held.get(reservation_id)
+        if held is None or held.state is not Reservation.HELD:
+            return False
+        self._let_go(held, ReservationEvent.RELEASE)
+        return True
+
+    def _let_go(self, held: Held, event: ReservationEvent) -> None:
+        """Ends a reservation that did not run: at once, or when its writer is fenced."""
+        held.state, free = transfer_core.on_reservation(held.state, event, held.peer_may_write)
+        if held.state is Reservation.FENCING:
+            held.rank.blocks.quarantine(held.table)
+            if held.incoming is not None:
+                self.transfers.abort(held.incoming)
+            return
+        if free:
+            self._free(held)
+
+    def _free(self, held: Held) -> None:
+        self._held.pop(held.reservation_id, None)
+        if held.incoming is not None:
+            self.transfers.forget(held.incoming)
+        held.rank.blocks.release(held.table)
+        held.rank.slots.free(held.slot)
+        held.rank.wake()
+
+    def _writes_stopped(self, incoming: Incoming) -> None:
+        """The writer of a transfer is down; what waited for that goes on."""
+        held = self._held.get(incoming.reservation_id)
+        if held is None or held.incoming is not incoming:
+            self.transfers.forget(incoming)
+            return
+        if held.state is Reservation.FENCING:
+            held.state, free = transfer_core.on_reservation(
+                held.state, ReservationEvent.FENCED, incoming.core.peer_may_write
+            )
+            if free:
+                self._free(held)
+
+    def _destination(self, request: kv_transfer_pb2.OpenRequest) -> Incoming:
+        """The transfer for an Open: the running one again, or a new one after a failed one."""
+        held = self._find_held(request.reservation_id)
+        key = records.key_from_proto(request.key)
+        if key.stream != held.key.stream or request.to_position != held.num_tokens:
+            raise Failure(Reason.HANDOFF_MISMATCH, "the reservation is for another sequence")
+        if held.incoming is not None:
+            if held.incoming.core.phase is transfer_core.Phase.OPENED:
+                return held.incoming
+            if held.incoming.core.phase is not transfer_core.Phase.STOPPED:
+                raise Failure(Reason.CONFLICT, "a transfer for this reservation is under way")
+            self.transfers.forget(held.incoming)
+        held.incoming = self.transfers.make(
+            key,
+            held.reservation_id,
+            held.num_tokens,
+            held.table,
+            held.rank.runner.write_block,
+            self._writes_stopped,
+        )
+        return held.incoming
+
+    # --- commit ---------------------------------------------------------------------------------
+
+    def commit(
+        self, reservation_id: str, record: records_pb2.HandoffRecord, transfer_id: str
+    ) -> Sequence:
+        """Verifies what was delivered and starts to decode.
+
+        Raises: Failure with NOT_FOUND, HANDOFF_MISMATCH, LAYOUT_MISMATCH, CONFLICT or DRAINING; the
+        reservation is given back unless it was not found.
+        """
+        held = self._find_held(reservation_id)
+        try:
+            return self._commit(held, record, transfer_id)
+        except Failure:
+            if held.state is Reservation.HELD:
+                self._let_go(held, ReservationEvent.RELEASE)
+            raise
+
+    def _commit(self, held: Held, record: records_pb2.HandoffRecord, transfer_id: str) -> Sequence:
+        if not self.drain_state.accepts_commits:
+            raise Failure(Reason.DRAINING, "the grace for reservations is over")
+        if record.layout_signature != self.layout.signature:
+            raise Failure(Reason.LAYOUT_MISMATCH, "the two engines lay out KV differently")
+        incoming = held.incoming
+        if incoming is None or incoming.core.transfer_id != transfer_id:
+            raise Failure(Reason.HANDOFF_MISMATCH, "the transfer does not belong to this request")
+        if incoming.core.phase is not transfer_core.Phase.SEALED:
+            raise Failure(Reason.HANDOFF_MISMATCH, "the transfer is not complete")
+        key = records.key_from_proto(record.key)
+        self._check_coverage(held, record, key)
+        incoming.core = transfer_core.on_verify(
+            incoming.core, incoming.checksum == record.kv_checksum
+        )
+        if incoming.core.error is not None:
+            raise Failure(Reason.HANDOFF_MISMATCH, "the bytes are not those that were sent")
+        self._supersede(key)
+        sequence = self._sequence_of(held, record, key)
+        start = Start(
+            sequence.seq_id,
+            key.request_id,
+            sequence.tokens,
+            sequence.sampling,
+            sequence.num_prompt,
+            sequence.num_cached,
+            held.slot,
+        )
+        try:
+            held.rank.runner.open(start)
+            held.rank.runner.write_state(sequence.seq_id, incoming.state, sequence.num_cached)
+            held.rank.runner.verify(sequence.seq_id, sequence.num_cached, held.table)
+        except (StateFault, ValueError) as fault:
+            held.rank.runner.close(sequence.seq_id)
+            failure = Failure(Reason.HANDOFF_MISMATCH, "the bytes are not those of the sequence")
+            sequence.stream.fail(failure)
+            raise failure from fault
+        incoming.core = transfer_core.on_commit(incoming.core)
+        held.state, _ = transfer_core.on_reservation(
+            held.state, ReservationEvent.COMMIT, peer_may_write=False
+        )
+        del self._held[held.reservation_id]
+        self.transfers.forget(incoming)
+        sequence.stream.accepted(held.rank.rank, self.identity.instance_id)
+        self._sequences[key.stream] = (held.rank, sequence)
+        self._on_drain(drain_core.Started(_name(key)))
+        held.rank.add(sequence)
+        self._persist(held.rank, sequence)
+        return sequence
+
+    def _check_coverage(
+        self, held: Held, record: records_pb2.HandoffRecord, key: RequestKey
+    ) -> None:
+        num_output = len(record.output_tokens) // 4
+        num_tokens = len(record.spec.prompt_tokens) // 4 + num_output
+        agree = (
+            key.stream == held.key.stream
+            and record.coverage_tokens == record.num_cached == held.num_tokens
+            and record.state_position == record.num_cached
+            and num_output >= 1
+            and num_tokens == record.num_cached + 1
+        )
+        if not agree:
+            raise Failure(Reason.HANDOFF_MISMATCH, "the record and the reservation differ")
+
+    def _sequence_of(
+        self, held: Held, record: records_pb2.HandoffRecord, key: RequestKey
+    ) -> Sequence:
+        spec = record.spec
+        tokens = records.tokens_from_spec(spec, self._geometry)
+        said = records.output_of_record(record)
+        num_resumed = spec.num_resumed_tokens
+        num_prompt = len(tokens) - num_resumed
+        tokens.append([token.token_id for token in said])
+        sampling = records.sampling_from_proto(spec.sampling)
+        stream = self.hub.open(key, num_resumed, sampling.logprobs)
+        stream.preload(said)
+        sequence = Sequence(
+            seq_id=next(self._seq_ids),
+            key=key,
+            spec=spec,
+            tokens=tokens,
+            sampling=sampling,
+            rules=StopRules(
+                sampling.stop_token_ids, sampling.max_tokens, self.config.model.max_model_len
+            ),
+            stream=stream,
+            table=held.table,
+            slot=held.slot,
+            num_cached=record.num_cached,
+            num_prompt=num_prompt,
+            usage=records.usage_from_proto(record.usage),
+            deadline_s=self._deadline_s(spec.deadline_unix_ms),
+            durable=record.durable_blocks,
+            approximate_from=record.approximate_from,
+            said=said,
+        )
+        block = self._geometry.block_tokens
+        # The prefill has stored the window at this boundary; only later ones are copied here.
+        sequence.attached = (record.num_cached - 1) // block * block
+        sequence.num_persisted = len(record.durable_blocks.split(b"\0", 1)[0])
+        ended = any(t.token_id == sampling.end_of_thinking_id for t in said)
+        resumed = tokens.ids[num_prompt : num_prompt + num_resumed]
+        ended = ended or sampling.end_of_thinking_id in resumed
+        sequence.in_reasoning = sampling.starts_in_reasoning and not ended
+        return sequence
+
+    def _deadline_s(self, deadline_unix_ms: int) -> float:
+        if deadline_unix_ms == 0:
+            return math.inf
+        return self._clock.now_s() + deadline_unix_ms / 1e3 - self._clock.wall_s()
+
+    def _supersede(self, key: RequestKey) -> None:
+        """A newer attempt ends an older one that is still alive here."""
+        known = self._sequences.get(key.stream)
+        if known is not None:
+            rank, sequence = known
+            if (key.attempt, key.epoch) <= (sequence.key.attempt, sequence.key.epoch):
+                raise Failure(Reason.CONFLICT, "the request runs here already")
+            rank.finish(sequence, FinishReason.ABORT)
+
+    # --- ends -----------------------------------------------------------------------------------
+
+    def abort(self, key: RequestKey) -> bool:
+        """Ends a request in any state; False when it is not here. Idempotent."""
+        found = False
+        for held in [h for h in self._held.values() if _matches(key, h.key)]:
+            if held.state is Reservation.HELD:
+                self._let_go(held, ReservationEvent.RELEASE)
+                found = True
+        known = self._sequences.get(key.stream)
+        if known is not None and _matches(key, known[1].key):
+            rank, sequence = known
+            rank.finish(sequence, FinishReason.ABORT)
+            found = True
+        return found
+
+    def _on_unread(self, key: RequestKey) -> None:
+        log.info("nobody reads the request", extra={"request_id": key.request_id})
+        self.abort(key)
+
+    def _on_room(self, key: RequestKey) -> None:
+        known = self._sequences.get(key.stream)
+        if known is not None:
+            known[0].wake()
+
+    def _released(self, rank: DecodeRank, sequence: Sequence) -> None:
+        """Last moment of a sequence on the device: its window goes to this machine's pool."""
+        if self._sequences.get(sequence.key.stream) == (rank, sequence):
+            del self._sequences[sequence.key.stream]
+        if sequence.copy is not None and self._may_store(sequence):
+            window = rank.runner.read_window(sequence.seq_id, sequence.attached, sequence.copy)
+            block_key = sequence.tokens.key(sequence.attached // self._geometry.block_tokens - 1)
+            approximate = sequence.approximate_from > 0
+            self._publish(block_key, sequence.attached, window, approximate)
+        self._on_drain(drain_core.Gone(_name(sequence.key)))
+
+    def _may_store(self, sequence: Sequence) -> bool:
+        namespace = sequence.spec.namespace
+        return (
+            len(namespace.root) == 32
+            and namespace.store_policy != records_pb2.STORE_POLICY_NONE
+            and self.config.persist != "none"
+        )
+
+    def _persist(self, rank: DecodeRank, sequence: Sequence) -> None:
+        """Offers every block that has become full to the store, once."""
+        due = scheduler.persist_range(sequence.num_persisted, sequence.num_cached, self._geometry)
+        if not due:
+            return
+        sequence.num_persisted = due.stop
+        if not self._may_store(sequence):
+            return
+        for index in due:
+            if index < len(sequence.durable) and sequence.durable[index]:
+                continue
+            block = sequence.table[index]
+            tokens = sequence.tokens
+            start = index * self._geometry.block_tokens
+            approximate = 0 < sequence.approximate_from <= start
+            full = FullBlock(
+                tokens.key(index),
+                tokens.parent(index),
+                index,
+                tokens.block_ids(index),
+                tokens.extra(index),
+                sequence.spec.namespace.ttl_class,
+                approximate,
+                sequence.key.request_id,
+            )
+            self.persister.offer(
+                full, partial(_pinned, rank, block), partial(rank.runner.read_block, block)
+            )
+
+    # --- moves ----------------------------------------------------------------------------------
+
+    def _preempt(self, rank: DecodeRank, sequence: Sequence) -> None:
+        """No block is free: this victim goes elsewhere, or back to prefill (2.5)."""
+        policy = self.config.preempt
+        if policy == "stop":
+            rank.finish(sequence, FinishReason.INSUFFICIENT_SYSTEM_RESOURCE)
+        elif policy == "requeue" or self.mover is None:
+            rank.finish(sequence, FinishReason.PREEMPTED_RESUMABLE)
+        else:
+            self.tasks.start(self._move_or_resume(rank, sequence), "preempt")
+
+    async def _move_or_resume(self, rank: DecodeRank, sequence: Sequence) -> None:
+        try:
+            await self.export(sequence.key, None)
+        except Failure as failure:
+            log.info(
+                "no other engine takes the request",
+                extra={"request_id": sequence.key.request_id, "reason": failure.reason.value},
+            )
+            self.end_resumable(rank, sequence)
+
+    def end_resumable(self, rank: DecodeRank, sequence: Sequence) -> None:
+        """Ends a request so that its caller runs prompt and output again elsewhere (2.5)."""
+        if not sequence.finished:
+            self.num_resumed += 1
+            rank.finish(sequence, FinishReason.PREEMPTED_RESUMABLE)
+
+    def find(self, key: RequestKey) -> tuple[DecodeRank, Sequence]:
+        """Raises: Failure(NOT_FOUND)."""
+        known = self._sequences.get(key.stream)
+        if known is None or known[1].finished:
+            raise Failure(Reason.NOT_FOUND, "the request does not run here")
+        return known
+
+    async def export(self, key: RequestKey, address: str | None) -> Target:
+        """Moves a running request to another engine, KV and all, and ends its stream as moved.
+
+        Raises: Failure; the request is then still here, and paused: see `resume`.
+        """
+        if self.mover is None:
+            raise Failure(Reason.UNSUPPORTED_FEATURE, "this engine moves no requests")
+        rank, sequence = self.find(key)
+        sequence.paused = True
+        async with self._exports:
+            await rank.settled(sequence)
+            if sequence.finished:
+                raise Failure(Reason.NOT_FOUND, "the request has ended")
+            record, pieces = self.record_of(rank, sequence)
+            target = await self.mover.move(record, pieces, address, sequence.num_cached)
+        if sequence.finished:
+            raise Failure(Reason.NOT_FOUND, "the request has ended")
+        sequence.stream.moved(target.instance_id, target.address, record.key.epoch)
+        self.num_moved += 1
+        rank.leave(sequence)
+        return target
+
+    def resume(self, key: RequestKey) -> None:
+        """Lets a request that could not be moved go on here."""
+        rank, sequence = self.find(key)
+        sequence.paused = False
+        rank.wake()
+
+    def record_of(
+        self, rank: DecodeRank, sequence: Sequence
+    ) -> tuple[records_pb2.HandoffRecord, list[Outgoing]]:
+        """The record of a settled request and the bytes that go with it."""
+        pieces = outgoing_pieces(rank.runner, sequence.seq_id, sequence.num_cached, sequence.table)
+        said = records.tokens_event(0, sequence.said, sequence.sampling.logprobs)
+        num_full = sequence.num_cached // self._geometry.block_tokens
+        durable = sequence.durable[:num_full]
+        record = records_pb2.HandoffRecord(
+            key=records.key_to_proto(replace(sequence.key, epoch=sequence.key.epoch + 1)),
+            spec=request_without_pixels(sequence.spec),
+            output_tokens=said.token_ids,
+            output_logprobs=said.logprobs,
+            output_top=said.top,
+            num_cached=sequence.num_cached,
+            usage=records.usage_to_proto(sequence.usage),
+            block_keys=b"".join(sequence.tokens.key(i) for i in range(num_full)),
+            durable_blocks=durable + bytes(num_full - len(durable)),
+            state_bytes=self.layout.state_bytes,
+            state_position=sequence.num_cached,
+            layout_signature=self.layout.signature,
+            kv_checksum=checksum(pieces),
+            coverage_tokens=sequence.num_cached,
+            created_by_instance=self.identity.instance_id,
+            created_by_boot=self.identity.boot_id,
+            approximate_from=sequence.approximate_from,
+        )
+        return record, pieces
+
+    # --- drain and housekeeping -----------------------------------------------------------------
+
+    def start_drain(self, grace_s: float, hard_s: float, migrate: bool) -> None:
+        """Begins, or joins, the drain of 2.8."""
+        self._on_drain(drain_core.Drain(grace_s, hard_s, migrate))
+
+    def _on_drain(self, event: drain_core.Event) -> None:
+        try:
+            state, actions = drain_core.on_event(self.drain_state, event, self._clock.now_s())
+        except drain_core.UnexpectedEvent:
+            log.error("unexpected drain event", extra={"event": type(event).__name__})
+            return
+        self.drain_state = state
+        for action in actions:
+            match action:
+                case drain_core.SetNotReady():
+                    self.refusing = True
+                case drain_core.Export(name):
+                    self.tasks.start(self._export_named(name), "drain export")
+                case drain_core.EndResumable(name):
+                    self._end_named(name)
+                case drain_core.Stopped():
+                    self.stopped.set()
+                case drain_core.Flush():
+                    pass  # `export` waits for what is in flight, request by request
+
+    async def _export_named(self, name: str) -> None:
+        found = self._named(name)
+        if found is None:
+            return
+        try:
+            await self.export(found[1].key, None)
+        except Failure as failure:
+            log.info("export failed", extra={"reason": failure.reason.value})
+            if self._named(name) is not None:
+                self._on_drain(drain_core.ExportFailed(name))
+
+    def _end_named(self, name: str) -> None:
+        found = self._named(name)
+        if found is not None:
+            self.end_resumable(*found)
+
+    def _named(self, name: str) -> tuple[DecodeRank, Sequence] | None:
+        for rank, sequence in self._sequences.values():
+            if _name(sequence.key) == name and not sequence.finished:
+                return rank, sequence
+        return None
+
+    def sweep(self) -> None:
+        """Leases, deadlines, readers, drain: what time alone brings about."""
+        now_s = self._clock.now_s()
+        for held in list(self._held.values()):
+            if held.state is Reservation.HELD and now_s >= held.lease_until_s:
+                self.num_lapsed += 1
+                log.info("lease lapsed", extra={"request_id": held.key.request_id})
+                self._let_go(held, ReservationEvent.LAPSE)
+        for rank in self.ranks:
+            rank.expire(now_s)
+        self.hub.sweep()
+        self._on_drain(drain_core.Tick())
+
+    def stalled_for_s(self) -> float:
+        """How long no rank with work has completed a step."""
+        now_s = self._clock.now_s()
+        busy = [now_s - rank.last_progress_s for rank in self.ranks if rank.is_busy]
+        return max(busy, default=0.0)
+
+    async def run(self) -> None:
+        """Runs every rank's loop, the persister and the sweep until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for rank in self.ranks:
+                group.create_task(rank.run(), name=f"rank {rank.rank}")
+            group.create_task(self.persister.run(), name="persister")
+            group.create_task(self._sweep_forever(), name="sweep")
+
+    async def _sweep_forever(self) -> None:
+        while True:
+            await self._clock.sleep(0.2)
+            self.sweep()
+
+    async def close(self) -> None:
+        await self.tasks.close()
+
+
+def void(_: object) -> None:
+    """Drops a result where a callback must return nothing."""
+
+
+def _pinned(rank: DecodeRank, block: int) -> Callable[[], None]:
+    rank.blocks.pin([block])
+
+    def unpin() -> None:
+        rank.blocks.free([block])
+        rank.wake()
+
+    return unpin
+
+
+def _name(key: RequestKey) -> str:
+    return f"{key.request_id}/{key.branch}/{key.attempt}/{key.epoch}"
+
+
+def _matches(wanted: RequestKey, key: RequestKey) -> bool:
+    """Whether an abort is meant for this attempt; epoch and attempt 0 mean any."""
+    return (
+        wanted.stream == key.stream
+        and wanted.attempt in (0, key.attempt)
+        and wanted.epoch in (0, key.epoch)
+    )

@@ -1,0 +1,59 @@
+"""Settings that every engine process has: which model, how large its pools are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from services.common.clock import SYSTEM_CLOCK, Clock
+from services.common.config import require
+from services.common.cost_model import CostModel
+from services.engine.layout import Geometry, KvLayout
+from services.engine.runner import ModelRunner
+from services.engine.sim.config import COST, SimConfig, sim_layout
+from services.engine.sim.runner import SimRunner
+from services.engine.sim.tokens import Scripts
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What computes, and the geometry of its caches."""
+
+    engine: str = "sim"
+    model_id: str = "deepseek-v4.1-flash"
+    tokenizer_id: str = "deepseek-v4.1"
+    max_model_len: int = 131072
+    geometry: Geometry = field(default_factory=Geometry)
+    sim: SimConfig = field(default_factory=SimConfig)
+    cost: CostModel = COST
+
+    def __post_init__(self) -> None:
+        require(self.engine == "sim", f"engine is sim, not {self.engine!r}")
+        require(self.max_model_len > 1, "max_model_len must be above 1")
+
+    def layout(self) -> KvLayout:
+        """Returns the byte layout of the model's caches."""
+        return sim_layout(self.model_id, self.geometry)
+
+    @property
+    def vocab_size(self) -> int:
+        return self.sim.vocab_size
+
+    def make_runner(
+        self,
+        num_blocks: int,
+        *,
+        for_prefill: bool,
+        scripts: Scripts | None = None,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> ModelRunner:
+        """Returns the device of one rank."""
+        ring = self.geometry.prefill_ring if for_prefill else self.geometry.ring
+        return SimRunner(
+            self.layout(),
+            self.sim,
+            num_blocks,
+            ring_slots=ring,
+            cost_model=self.cost,
+            scripts=scripts,
+            clock=clock,
+        )
