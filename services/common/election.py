@@ -211,9 +211,16 @@ class Election:
 
 
 class TermGuard:
-    """What a receiver keeps per decision maker: the highest term seen."""
+    """What a receiver keeps per decision maker: the highest term seen.
 
-    def __init__(self) -> None:
+    Args:
+        num_history_losses: `ClusterView.num_history_losses`. A store that came back empty counts
+            its revisions from 1 again, and so do the terms.
+    """
+
+    def __init__(self, num_history_losses: Callable[[], int] = lambda: 0) -> None:
+        self._num_history_losses = num_history_losses
+        self._history = num_history_losses()
         self._highest = 0
 
     @property
@@ -223,6 +230,8 @@ class TermGuard:
 
     def accept(self, term: int) -> None:
         """Takes a write's term. Raises Failure(STALE_EPOCH) for one lower than seen before."""
+        if self._history != self._num_history_losses():
+            self._history, self._highest = self._num_history_losses(), 0
         if term < self._highest:
             raise Failure(
                 Reason.STALE_EPOCH,

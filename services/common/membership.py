@@ -299,6 +299,7 @@ class ClusterView:
         self._missing_until_s: dict[tuple[str, str], float] = {}
         self._healthy = {"members": False, "leaders": False}
         self._healthy_at_s = clock.now_s()
+        self.num_history_losses = 0  # how often the store came back without its history
         self._callbacks: list[Callable[[], None]] = []
         self._group: asyncio.TaskGroup | None = None
         self._changed = asyncio.Event()
@@ -404,6 +405,7 @@ class ClusterView:
         """Keeps members whose absence proves nothing: the store lost them, nobody deleted them."""
         now_s = self._clock.now_s()
         if history_lost:
+            self.num_history_losses += 1
             for role, found in self._members.items():
                 for instance_id in found:
                     self._missing_until_s[(role, instance_id)] = now_s + REJOIN_GRACE_S
