@@ -87,6 +87,11 @@ class PrefillBalancer:
             )
         return rows
 
+    def imbalance(self) -> float:
+        """Returns the busiest engine's unfinished work over the mean; 1.0 is even."""
+        work = [max(0, e.joined.quota_ns - e.remaining_ns) for e in self._engines.values()]
+        return max(work) * len(work) / sum(work) if sum(work) else 1.0
+
     def census(self) -> dict[str, int]:
         """Returns how many of everything is held; all but engines are 0 when idle."""
         return {
@@ -158,18 +163,19 @@ class PrefillBalancer:
         actions: list[Action] = self._drop_older_attempts(work, now_s)
         bucket = policy.bucket_of(work.num_tokens, config.bucket_bounds)
         cost_ns = self._cost_model.charge(work.num_tokens - work.num_present, work.num_present)
+        # Attempts count from 0 or 1; one that replaces another stands before all new requests.
+        is_retry = work.attempt > 1 or (ended is not None and ended.attempt < work.attempt)
         if ended is not None and ended.bucket == bucket:
-            # It was here before: same place, and before all others if its engine was lost.
-            place = dataclasses.replace(ended.place, is_new=work.attempt == 0)
+            place = ended.place
             # A new attempt waits anew; one that was matched again has waited since it came.
-            arrived_s = now_s if work.attempt else ended.arrived_s
-            self._ended.pop(work.request_id)
+            arrived_s = now_s if is_retry else ended.arrived_s
         else:
             place = self._queues[bucket].place_for(
                 work.tenant, cost_ns, work.priority, next(self._arrivals)
             )
-            place = dataclasses.replace(place, is_new=work.attempt == 0)
             arrived_s = now_s
+        place = dataclasses.replace(place, is_new=place.is_new and not is_retry)
+        self._ended.pop(work.request_id, None)
         item = Item(work, bucket, place, arrived_s, cost_ns)
         self._items[work.key] = item
         self._count(work, 1)
@@ -224,6 +230,7 @@ class PrefillBalancer:
         for key, item in list(self._items.items()):
             if item.work.request_id == work.request_id and item.work.attempt < work.attempt:
                 actions += self._cancel(key, now_s)
+                actions.append(self._refuse(key, Reason.CONFLICT, "a newer attempt has come"))
         return actions
 
     def _cancel(self, key: str, now_s: float) -> list[Action]:
@@ -440,9 +447,10 @@ class PrefillBalancer:
         del self._items[work.key]
         self._queues[item.bucket].remove(work.key)
         self._count(work, -1)
+        until_s = now_s + self._config.remember_s
         self._ended.pop(work.request_id, None)
         self._ended[work.request_id] = Ended(
-            item.place, item.arrived_s, item.bucket, now_s + self._config.remember_s, assigned
+            item.place, item.arrived_s, item.bucket, work.attempt, until_s, assigned
         )
         while len(self._ended) > 10 * self._config.max_waiting_requests:
             self._ended.popitem(last=False)

@@ -94,6 +94,7 @@ class Ended:
     place: Place
     arrived_s: float
     bucket: int
+    attempt: int
     until_s: float
     assigned: ev.Assign | None
 
