@@ -135,6 +135,7 @@ class DecodeEngine:
         self.num_moved = self.num_resumed = self.num_lost = self.num_lapsed = 0
         self.stopped = asyncio.Event()
         self.refusing = False
+        self.persist_mode = config.persist
         self._publish = publish
         self._clock = clock
         self._geometry = self.layout.geometry
@@ -504,7 +505,7 @@ class DecodeEngine:
         return (
             len(namespace.root) == 32
             and namespace.store_policy != records_pb2.STORE_POLICY_NONE
-            and self.config.persist != "none"
+            and self.persist_mode != "none"
         )
 
     def _persist(self, rank: DecodeRank, sequence: Sequence) -> None:

@@ -41,7 +41,7 @@ class SwaPool:
         self._entries: OrderedDict[bytes, Entry] = OrderedDict()
         self._num_bytes = 0
         self._next_slot = 1
-        self._on_evict = on_evict
+        self.on_evict = on_evict
 
     @property
     def num_bytes(self) -> int:
@@ -70,8 +70,8 @@ class SwaPool:
         while self._num_bytes + len(data) > self._max_bytes:
             evicted = next(iter(self._entries))
             self._remove(evicted)
-            if self._on_evict is not None:
-                self._on_evict(evicted)
+            if self.on_evict is not None:
+                self.on_evict(evicted)
         entry = Entry(key16, position, self._next_slot, data, approximate)
         self._next_slot += 1
         self._entries[key16] = entry
