@@ -219,6 +219,7 @@ class Runtime(Generic[ConfigT]):
         self._group = group
         self.admin_address = await self.admin.start()
         self.address = self.server.bind()
+        log.info("starting", extra={"address": self.address, "admin": self.admin_address})
         self.census.register("rpc_server", "requests", lambda: self.server.num_calls)
         self.census.register("rpc_client", "channels", lambda: self.channels.num_channels)
         self.spawn(self.heartbeats.run(), "heartbeat")
@@ -241,7 +242,7 @@ class Runtime(Generic[ConfigT]):
         await self.server.start()
         await self.set_ready(True)
         self._write_ready_file()
-        log.info("serving", extra={"address": self.address, "admin": self.admin_address})
+        log.info("serving", extra={"address": self.address})
 
     async def set_ready(self, ready: bool) -> None:
         """Turns readiness on or off everywhere: /readyz, gRPC health, registration."""
