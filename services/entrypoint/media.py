@@ -1,0 +1,51 @@
+"""Images of a prompt as engines and cache keys know them.
+
+The digest must be known before routing, where no pixels are decoded (S-05): it covers the
+preprocessor's revision, the size read from the header, and the bytes as received, each with its
+length, so that equal placeholders with different pictures never share KV (UR-35).
+Source: kvcache-and-balancing.md, section 2.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable
+from hashlib import sha256
+
+from pelagos.engine.v1 import records_pb2 as records
+from pelagos.recipe.v1 import recipe_pb2 as recipe
+
+from services.common.errors import Failure, Reason
+
+
+def media_digest(preprocessor_revision: str, width: int, height: int, data: bytes) -> bytes:
+    """Returns the 32-byte digest of one image."""
+    revision = preprocessor_revision.encode()
+    digest = sha256(struct.pack("<I", len(revision)) + revision)
+    digest.update(struct.pack("<II", width, height))
+    digest.update(data)
+    return digest.digest()
+
+
+def media_spans(
+    images: Iterable[recipe.Image], preprocessor_revision: str
+) -> list[records.MediaSpan]:
+    """Returns the spans of a prompt's images. Raises Failure(IMAGE_INVALID) without data."""
+    spans = []
+    for image in images:
+        if not image.data or not image.num_tokens:
+            raise Failure(
+                Reason.IMAGE_INVALID, f"{image.path or 'an image'}: the image has no data"
+            )
+        spans.append(
+            records.MediaSpan(
+                start=image.start,
+                num_tokens=image.num_tokens,
+                width=image.width,
+                height=image.height,
+                digest=media_digest(preprocessor_revision, image.width, image.height, image.data),
+                data=image.data,
+                detail=image.detail,
+            )
+        )
+    return spans
