@@ -30,6 +30,7 @@ from services.common.election import TermGuard
 from services.common.errors import Failure, Reason
 from services.common.membership import ClusterView
 from services.common.rpc_client import Channels, call, stream_call
+from services.lb.failover import following_leader
 from services.lb.prefill.config import leader_name
 
 
@@ -176,31 +177,25 @@ async def place(
     `rematch` returns the spec with a new cache match. Raises Failure as the balancer refuses, and
     its last NO_INSTANCE or BACKEND_LOST when no leader is found in time.
     """
-    rng = rng or random.Random()
+    latest = spec
     deadline_s = clock.now_s() + timeout_s
-    wait_s = 0.05
-    while True:
-        remaining_s = deadline_s - clock.now_s()
-        if remaining_s <= 0:
-            raise Failure(Reason.DEADLINE, "no prefill engine took the request in time")
-        try:
-            async with queue.submit(spec, timeout_s=remaining_s) as news:
+
+    async def once(_: float) -> Assignment:
+        nonlocal latest
+        while True:  # ends: a request is sent to match again only a few times
+            remaining_s = deadline_s - clock.now_s()
+            if remaining_s <= 0:
+                raise Failure(Reason.DEADLINE, "no prefill engine took the request in time")
+            async with queue.submit(latest, timeout_s=remaining_s) as news:
                 async for item in news:
                     if isinstance(item, Assignment):
                         return item
                     if isinstance(item, Queued) and on_queued is not None:
                         on_queued(item)
-            wait_s = 0.05
             if rematch is not None:
-                spec = await rematch(spec)
-        except Failure as failure:
-            # Only what says "ask another balancer": the key makes asking twice harmless.
-            if failure.reason not in (Reason.NO_INSTANCE, Reason.BACKEND_LOST, Reason.DRAINING):
-                raise
-            if clock.now_s() + wait_s >= deadline_s:
-                raise
-            await clock.sleep(rng.uniform(0, wait_s))
-            wait_s = min(1.0, 2 * wait_s)
+                latest = await rematch(latest)
+
+    return await following_leader(once, timeout_s=timeout_s, clock=clock, rng=rng)
 
 
 class PrefillLbClient:
