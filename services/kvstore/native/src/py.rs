@@ -485,6 +485,11 @@ impl SegmentStore {
         Ok((bad, checked, next))
     }
 
+    /// Lets another process open the directory; nothing may be written after it.
+    fn unlock(&self) {
+        self.0.unlock();
+    }
+
     /// (slots at most, slots used, slot bytes, bytes on disk, bytes not yet durable).
     fn stat(&self) -> (u64, u64, u64, u64, u64) {
         let stat = self.0.stat();

@@ -161,7 +161,7 @@ pub struct Store {
     geometry: Geometry,
     inner: Mutex<Inner>,
     pub recovery: Recovery,
-    _lock: File,
+    lock_file: File,
 }
 
 fn word(bytes: &[u8], at: usize) -> u32 {
@@ -282,8 +282,14 @@ impl Store {
             geometry,
             inner: Mutex::new(inner),
             recovery,
-            _lock: lock,
+            lock_file: lock,
         })
+    }
+
+    /// Lets another process open the directory; nothing may be written after it.
+    pub fn unlock(&self) {
+        // SAFETY: a plain call on an open descriptor.
+        unsafe { libc::flock(self.lock_file.as_raw_fd(), libc::LOCK_UN) };
     }
 
     /// Stores one shard given as pieces that follow each other, the header first. Returns the

@@ -289,7 +289,7 @@ class PutRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     DOMAIN_ID_FIELD_NUMBER: _builtins.int
     PAYLOAD_DIGEST_FIELD_NUMBER: _builtins.int
-    BLOCK_TOKENS_FIELD_NUMBER: _builtins.int
+    PAYLOAD_BYTES_FIELD_NUMBER: _builtins.int
     put_seq: _builtins.int
     """Chosen by the caller, echoed."""
     key: _builtins.bytes
@@ -324,8 +324,8 @@ class PutRequest(_message.Message):
     """xxh3-128 of the payload as the writer made it; bytes in the slot that do not have it are
     refused. Empty: taken from the bytes found.
     """
-    block_tokens: _builtins.int
-    """Tokens per block; 0 means as many as token_ids holds."""
+    payload_bytes: _builtins.int
+    """Bytes of the slot that are payload; 0 means all of it."""
     @_builtins.property
     def ring(self) -> Global___ShmRing:
         """a slot of this ring."""
@@ -350,11 +350,11 @@ class PutRequest(_message.Message):
         request_id: _builtins.str = ...,
         domain_id: _builtins.bytes = ...,
         payload_digest: _builtins.bytes = ...,
-        block_tokens: _builtins.int = ...,
+        payload_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["ring", b"ring"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["approximate", b"approximate", "block_index", b"block_index", "block_tokens", b"block_tokens", "by_decode", b"by_decode", "domain_id", b"domain_id", "extra", b"extra", "key", b"key", "layout_fingerprint", b"layout_fingerprint", "parent_key", b"parent_key", "payload", b"payload", "payload_digest", b"payload_digest", "put_seq", b"put_seq", "request_id", b"request_id", "ring", b"ring", "slot", b"slot", "token_ids", b"token_ids", "ttl_class", b"ttl_class", "writer_id", b"writer_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["approximate", b"approximate", "block_index", b"block_index", "by_decode", b"by_decode", "domain_id", b"domain_id", "extra", b"extra", "key", b"key", "layout_fingerprint", b"layout_fingerprint", "parent_key", b"parent_key", "payload", b"payload", "payload_bytes", b"payload_bytes", "payload_digest", b"payload_digest", "put_seq", b"put_seq", "request_id", b"request_id", "ring", b"ring", "slot", b"slot", "token_ids", b"token_ids", "ttl_class", b"ttl_class", "writer_id", b"writer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,1 @@
+"""Role CHECK: how long a prefix of a prompt is stored."""

@@ -1,0 +1,176 @@
+"""One node's disk and metadata together: what an embedded store and a storage node are made of.
+
+Opening reconciles the two: a record without its shard is forgotten, a shard without a record is
+taken up from its header (metadata is reconstructible), unless a tombstone says it was evicted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from services.common.clock import SYSTEM_CLOCK, Clock
+from services.kvstore.backends.base import BlockBackend, ShardRef
+from services.kvstore.formats import ObjectHeader, Record, ShardHeader, State
+from services.kvstore.index_table import EPOCH_S
+from services.kvstore.placement import OBJECT_HEADER_BYTES, SHARD_HEADER_BYTES
+from services.kvstore.storage.meta import Meta
+
+log = logging.getLogger(__name__)
+
+# A put that is still on its way has shards and no record yet.
+_ORPHAN_AGE_S: Final = 600
+
+
+class Node:
+    """Backend and metadata of one node that leads all its groups. A GcTarget."""
+
+    def __init__(self, backend: BlockBackend, meta: Meta, clock: Clock = SYSTEM_CLOCK) -> None:
+        self.backend = backend
+        self.meta = meta
+        self._clock = clock
+        self.num_adopted = 0
+        self.num_lost = 0
+
+    @classmethod
+    async def open(
+        cls, backend: BlockBackend, meta_path: Path | None, clock: Clock = SYSTEM_CLOCK
+    ) -> Node:
+        """Returns the node with records and shards reconciled."""
+        node = cls(backend, Meta(meta_path, clock.wall_s), clock)
+        await node._reconcile()
+        return node
+
+    async def _reconcile(self) -> None:
+        seen: set[tuple[bytes, int]] = set()
+        stray: list[ShardHeader] = []
+        async for headers in self.backend.list_headers():
+            for at in range(0, len(headers), SHARD_HEADER_BYTES):
+                header = ShardHeader.parse(headers[at : at + SHARD_HEADER_BYTES])
+                if header is None:
+                    continue
+                seen.add((header.key16, header.put_id))
+                fields = self.meta.table.get(header.key16)
+                if fields is None:
+                    stray.append(header)
+        cursor: int | None = 0
+        lost = []
+        while cursor is not None:
+            entries, cursor = self.meta.table.snapshot(cursor, 8192, 0)
+            for at in range(0, len(entries), 80):
+                key16 = entries[at + 12 : at + 28]
+                fields = self.meta.table.get(key16)
+                if fields and fields[5] <= State.DEGRADED and (key16, fields[0]) not in seen:
+                    lost.append(key16)
+        self.num_lost = self.meta.remove(lost)
+        # Newest first: of two puts of one key the later one was acknowledged last.
+        for header in sorted(stray, key=lambda h: h.created_s, reverse=True):
+            self.num_adopted += self.meta.adopt(header.key16, await self._record_of(header))
+
+    async def _record_of(self, header: ShardHeader) -> Record:
+        shard, _ = await self.backend.get_shard(ShardRef(header.key16, header.shard, header.put_id))
+        start = SHARD_HEADER_BYTES
+        found = ObjectHeader.parse(shard[start : start + OBJECT_HEADER_BYTES]) if shard else None
+        return Record(
+            put_id=header.put_id,
+            block_index=header.block_index,
+            created_s=header.created_s,
+            access_epoch=header.created_s // EPOCH_S,
+            shards=1 << header.shard,
+            state=State.COMMITTED,
+            ttl_class=header.ttl_class,
+            flags=found.flags if found else 0,
+            parent16=header.parent16,
+        )
+
+    # ---- what garbage collection asks ---------------------------------------------------------
+
+    async def usage(self) -> tuple[int, int]:
+        """Returns (slots, slots used)."""
+        stat = await self.backend.stat()
+        return stat.num_slots, stat.num_used
+
+    def eviction_order(self, limit: int, only_expired: bool = False) -> list[tuple[bytes, bool]]:
+        """Returns (key, is expired), first to go first."""
+        return self.meta.eviction_order(limit, only_expired)
+
+    def access_epoch(self, key16: bytes) -> int | None:
+        """Returns when the block was last used, in units of 600 s."""
+        fields = self.meta.table.get(key16)
+        return fields[3] if fields else None
+
+    def pinned(self) -> set[bytes]:
+        """Returns the keys that are pinned now."""
+        return self.meta.pinned(self._clock.now_s())
+
+    async def evict(self, keys16: Sequence[bytes], reason: str) -> int:
+        """Evicts blocks: nothing reads them from here on, then their slots are free."""
+        refs = []
+        for key16 in keys16:
+            fields = self.meta.set_state(key16, State.EVICTING)
+            if fields is not None:
+                refs += [ShardRef(key16, j, fields[0]) for j in range(16) if fields[4] >> j & 1]
+        await self.backend.delete_shards(refs)
+        for key16 in keys16:
+            self.meta.set_state(key16, State.TOMBSTONE)
+        log.info("blocks evicted", extra={"num_blocks": len(refs), "why": reason})
+        return len(refs)
+
+    async def drop(self, key16: bytes, put_id: int) -> None:
+        """Forgets a block whose bytes proved bad; a later put may store it again."""
+        fields = self.meta.table.get(key16)
+        if fields is not None and fields[0] == put_id:
+            self.meta.remove([key16])
+            refs = [ShardRef(key16, j, put_id) for j in range(16) if fields[4] >> j & 1]
+            await self.backend.delete_shards(refs)
+
+    async def free_orphans(self) -> int:
+        """Frees old shards that no record names; purges old tombstones."""
+        self.meta.purge_tombstones()
+        before_s = int(self._clock.wall_s()) - _ORPHAN_AGE_S
+        orphans = []
+        async for headers in self.backend.list_headers():
+            for at in range(0, len(headers), SHARD_HEADER_BYTES):
+                header = ShardHeader.parse(headers[at : at + SHARD_HEADER_BYTES])
+                if header is None or header.created_s > before_s:
+                    continue
+                fields = self.meta.table.get(header.key16)
+                if fields is None or fields[0] != header.put_id or fields[5] > State.DEGRADED:
+                    orphans.append(ShardRef(header.key16, header.shard, header.put_id))
+        return await self.backend.delete_shards(orphans) if orphans else 0
+
+    async def delete_tenant(self, tag: bytes) -> int:
+        """Erases every block that carries the tag; returns how many. No tombstone is left."""
+        going: list[tuple[bytes, ShardRef]] = []
+        async for headers in self.backend.list_headers():
+            for at in range(0, len(headers), SHARD_HEADER_BYTES):
+                header = ShardHeader.parse(headers[at : at + SHARD_HEADER_BYTES])
+                if header is None:
+                    continue
+                ref = ShardRef(header.key16, header.shard, header.put_id)
+                shard, _ = await self.backend.get_shard(ref)
+                start = SHARD_HEADER_BYTES
+                found = (
+                    ObjectHeader.parse(shard[start : start + OBJECT_HEADER_BYTES])
+                    if shard is not None
+                    else None
+                )
+                if found is not None and found.tenant_tag == tag:
+                    going.append((header.key16, ref))
+        self.meta.remove([key16 for key16, _ in going])
+        await self.backend.delete_shards([ref for _, ref in going])
+        await self.backend.sync()
+        return len(going)
+
+    async def sync(self) -> None:
+        """Makes shards durable, then the records that name them."""
+        await self.backend.sync()
+        await asyncio.to_thread(self.meta.sync)
+
+    async def close(self) -> None:
+        """Makes everything durable and lets go."""
+        await self.backend.close()
+        await asyncio.to_thread(self.meta.close)

@@ -1,0 +1,332 @@
+"""Blocks as STORE reads and writes them, over whatever holds their shards.
+
+`EmbeddedBlocks` keeps every block whole in one node of this process. The erasure-coded cluster
+(`store/cluster.py`) offers the same methods.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import secrets
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass
+from typing import Protocol
+
+from services.common.clock import SYSTEM_CLOCK, Clock
+from services.kvstore.backends.base import PutStatus, ReadStatus, ShardRef
+from services.kvstore.checksums import Buffer, crc32c, xxh3_128
+from services.kvstore.formats import (
+    EC_REPLICATION,
+    FLAG_APPROXIMATE,
+    NO_KEY16,
+    ObjectHeader,
+    Record,
+    ShardHeader,
+    State,
+)
+from services.kvstore.gc.policy import Waterlines, admits_put
+from services.kvstore.index_table import EPOCH_S
+from services.kvstore.placement import OBJECT_HEADER_BYTES
+from services.kvstore.storage.meta import CommitOutcome, LogPart
+from services.kvstore.storage.node import Node
+
+
+@dataclass(frozen=True)
+class NewBlock:
+    """A finished block on its way into the store."""
+
+    key: bytes
+    parent: bytes  # the root for the first block
+    layout: bytes
+    block_index: int  # 1-based
+    num_tokens: int
+    ttl_class: int
+    payload: Buffer
+    flags: int = 0
+    writer: bytes = bytes(16)
+    tenant_tag: bytes = bytes(16)
+    digest: bytes = b""  # as the writer computed it; empty: not known
+
+    @property
+    def parent16(self) -> bytes:
+        """Returns the parent's index key; zeros for the first block, whose parent is the root."""
+        return NO_KEY16 if self.block_index <= 1 else self.parent[:16]
+
+
+class Outcome(enum.Enum):
+    """How a put ended."""
+
+    COMMITTED = "committed"
+    EXISTS = "exists"
+    NO_PARENT = "no_parent"
+    DROPPED = "dropped"
+    TORN = "torn"  # the bytes are not those the writer made
+
+
+@dataclass(frozen=True)
+class BlockRead:
+    """How a read ended. The payload is in the buffer given, `num_bytes` long, only when OK."""
+
+    status: ReadStatus
+    num_bytes: int = 0
+    approximate: bool = False
+
+
+@dataclass(frozen=True)
+class StoreStat:
+    """Counts of a block store."""
+
+    num_blocks: int
+    used_bytes: int
+    capacity_bytes: int
+    backend: str
+    num_pins: int
+
+
+class BlockStore(Protocol):
+    """What STORE needs of the storage below it."""
+
+    def block_bytes(self, key: bytes) -> int | None:
+        """Returns the payload length of a stored block; None when it is not known to be stored."""
+        ...
+
+    async def get(self, key: bytes, layout: bytes, out: Buffer) -> BlockRead:
+        """Reads a block into `out`, which is exactly `block_bytes` long, and checks all of it."""
+        ...
+
+    def is_stored(self, block: NewBlock) -> bool:
+        """Returns whether a put of the block would change nothing."""
+        ...
+
+    async def write(self, block: NewBlock) -> int | None:
+        """Writes the shards of a block, visible to nobody yet; returns the put id, None when
+        there is no room."""
+        ...
+
+    async def commit(self, block: NewBlock, put_id: int) -> Outcome:
+        """Makes a written block visible, or takes its shards back."""
+        ...
+
+    async def take_back(self, block: NewBlock, put_id: int) -> None:
+        """Frees the shards of a write that will not be committed."""
+        ...
+
+    def exists(self, keys: bytes) -> bytes:
+        """Returns a byte per key of 32 bytes, 1 when stored."""
+        ...
+
+    async def touch(self, keys: bytes, ttl_class: int) -> int:
+        """Renews access of blocks; returns how many moved."""
+        ...
+
+    async def pin(self, pin_id: str, keys16: bytes, ttl_s: float) -> int:
+        """Holds blocks against eviction; no keys release the pin."""
+        ...
+
+    async def renew_pin(self, pin_id: str) -> None:
+        """Gives a pin new life."""
+        ...
+
+    def follow(
+        self, log_id: str, from_seq: int, heartbeat_s: float
+    ) -> AsyncGenerator[LogPart, None]:
+        """Yields the commit log for ever."""
+        ...
+
+    def wake_followers(self) -> None:
+        """Makes every follower of the log come round at once."""
+        ...
+
+    async def delete_tenant(self, tag: bytes) -> int:
+        """Erases a tenant's blocks; returns how many."""
+        ...
+
+    async def stat(self) -> StoreStat:
+        """Returns the counts."""
+        ...
+
+
+PIN_TTL_S = 30.0
+
+
+class EmbeddedBlocks:
+    """Every block whole, in one node of this process."""
+
+    def __init__(
+        self,
+        node: Node,
+        lines: Waterlines,
+        *,
+        durable: bool = False,
+        name: str = "local",
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self._node = node
+        self._meta = node.meta
+        self._lines = lines
+        self._durable = durable
+        self._name = name
+        self._clock = clock
+        self.num_corrupt = 0
+        self.wants_room = asyncio.Event()  # set when a put was refused for want of a slot
+
+    def block_bytes(self, key: bytes) -> int | None:
+        """Returns the payload length of a stored block."""
+        fields = self._meta.get(key[:16])
+        if fields is None:
+            return None
+        length = self._node.backend.object_bytes(ShardRef(key[:16], 0, fields[0]))
+        return None if length is None else length - OBJECT_HEADER_BYTES
+
+    async def get(self, key: bytes, layout: bytes, out: Buffer) -> BlockRead:
+        """Reads and checks a block; one that proves damaged is forgotten."""
+        fields = self._meta.get(key[:16])
+        if fields is None:
+            return BlockRead(ReadStatus.ABSENT)
+        ref = ShardRef(key[:16], 0, fields[0])
+        header, status = await self._node.backend.get_object(ref, key, layout, out)
+        if header is None:
+            if status is ReadStatus.ABSENT or status.is_damage:
+                self.num_corrupt += status is not ReadStatus.ABSENT
+                if status is not ReadStatus.WRONG_LAYOUT:
+                    await self._node.drop(key[:16], fields[0])
+            return BlockRead(status)
+        return BlockRead(ReadStatus.OK, len(out), bool(fields[7] & FLAG_APPROXIMATE))
+
+    def is_stored(self, block: NewBlock) -> bool:
+        """Returns whether a put would change nothing: an exact block takes an approximate one's
+        place, never the other way round."""
+        fields = self._meta.get(block.key[:16])
+        if fields is None:
+            return False
+        return bool(block.flags & FLAG_APPROXIMATE) or not fields[7] & FLAG_APPROXIMATE
+
+    async def write(self, block: NewBlock) -> int | None:
+        """Writes the block whole; None when there is no room."""
+        num_slots, num_used = await self._node.usage()
+        if num_used > self._lines.high * num_slots:
+            self.wants_room.set()
+        if not admits_put(num_slots, num_used, block.ttl_class, self._lines):
+            return None
+        put_id = secrets.randbits(64)
+        pieces = whole_shard(block, put_id, self._clock.wall_s())
+        status = await self._node.backend.put_shard(pieces, self._durable)
+        if status is PutStatus.FULL:
+            self.wants_room.set()
+            return None
+        return put_id
+
+    async def commit(self, block: NewBlock, put_id: int) -> Outcome:
+        """Makes a written block visible; the first commit of a key wins."""
+        now_s = int(self._clock.wall_s())
+        record = Record(
+            put_id=put_id,
+            block_index=block.block_index,
+            created_s=now_s,
+            access_epoch=now_s // EPOCH_S,
+            shards=1,
+            state=State.COMMITTED,
+            ttl_class=block.ttl_class,
+            flags=block.flags,
+            parent16=block.parent16,
+        )
+        done = self._meta.commit(block.key[:16], record)
+        if done.outcome in (CommitOutcome.EXISTS, CommitOutcome.NO_PARENT):
+            await self.take_back(block, put_id)
+            exists = done.outcome is CommitOutcome.EXISTS
+            return Outcome.EXISTS if exists else Outcome.NO_PARENT
+        if done.replaced_put_id is not None:
+            await self._node.backend.delete_shards(
+                [ShardRef(block.key[:16], 0, done.replaced_put_id)]
+            )
+        if self._durable:
+            await asyncio.to_thread(self._meta.sync)
+        return Outcome.COMMITTED
+
+    async def take_back(self, block: NewBlock, put_id: int) -> None:
+        """Frees the shard of a write that will not be committed."""
+        await self._node.backend.delete_shards([ShardRef(block.key[:16], 0, put_id)])
+
+    def exists(self, keys: bytes) -> bytes:
+        """Returns a byte per key, 1 when stored."""
+        return bytes(self._meta.has(keys[at : at + 16]) for at in range(0, len(keys), 32))
+
+    async def touch(self, keys: bytes, ttl_class: int) -> int:
+        """Renews access of blocks."""
+        return self._meta.touch(keys, 32, ttl_class)
+
+    async def pin(self, pin_id: str, keys16: bytes, ttl_s: float) -> int:
+        """Holds blocks against eviction."""
+        return self._meta.pin(pin_id, keys16, ttl_s, self._clock.now_s())
+
+    async def renew_pin(self, pin_id: str) -> None:
+        """Gives a pin new life."""
+        self._meta.renew_pin(pin_id, PIN_TTL_S, self._clock.now_s())
+
+    def follow(
+        self, log_id: str, from_seq: int, heartbeat_s: float
+    ) -> AsyncGenerator[LogPart, None]:
+        """Yields the commit log for ever."""
+        return self._meta.follow(log_id, from_seq, heartbeat_s)
+
+    def wake_followers(self) -> None:
+        """Makes every follower of the log come round at once."""
+        self._meta.wake_followers()
+
+    async def delete_tenant(self, tag: bytes) -> int:
+        """Erases a tenant's blocks."""
+        return await self._node.delete_tenant(tag)
+
+    async def stat(self) -> StoreStat:
+        """Returns the counts."""
+        stat = await self._node.backend.stat()
+        blocks = sum(n for state, _, n in self._meta.table.census() if state <= State.DEGRADED)
+        return StoreStat(
+            blocks,
+            stat.num_used * stat.slot_bytes,
+            stat.num_slots * stat.slot_bytes,
+            self._name,
+            self._meta.num_pins,
+        )
+
+
+def object_header(block: NewBlock, put_id: int, wall_s: float) -> bytes:
+    """Returns the header of a block's object."""
+    return ObjectHeader(
+        key=block.key,
+        parent=block.parent,
+        layout=block.layout,
+        block_index=block.block_index,
+        num_tokens=block.num_tokens,
+        ttl_class=block.ttl_class,
+        payload_bytes=len(block.payload),
+        payload_digest=block.digest or xxh3_128(block.payload),
+        put_id=put_id,
+        created_ms=int(wall_s * 1000),
+        writer=block.writer,
+        tenant_tag=block.tenant_tag,
+        flags=block.flags,
+    ).pack()
+
+
+def whole_shard(block: NewBlock, put_id: int, wall_s: float) -> list[Buffer]:
+    """Returns the pieces of the one shard of a block stored whole."""
+    header = object_header(block, put_id, wall_s)
+    size = len(header) + len(block.payload)
+    shard = ShardHeader(
+        shard=0,
+        k=1,
+        m=0,
+        algorithm=EC_REPLICATION,
+        ttl_class=block.ttl_class,
+        shard_bytes=size,
+        object_bytes=size,
+        block_index=block.block_index,
+        key16=block.key[:16],
+        parent16=block.parent16,
+        put_id=put_id,
+        created_s=int(wall_s),
+        data_crc=crc32c(block.payload, crc32c(header)),
+    )
+    return [shard.pack(), header, block.payload]

@@ -1,0 +1,120 @@
+"""`pelagos serve store`: FETCH and PUT of one engine machine, with the embedded disk or nodes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from pelagos.kvstore.v1 import store_pb2_grpc
+
+from services.common.clock import Clock
+from services.common.service import Runtime, run_service
+from services.common.shm_ring import reclaim_orphans
+from services.kvstore.backends.local import LocalBackend, LocalBackendConfig
+from services.kvstore.config import StoreConfig
+from services.kvstore.gc.collector import Collector
+from services.kvstore.storage.node import Node
+from services.kvstore.store.blocks import EmbeddedBlocks
+from services.kvstore.store.fetch import Fetcher
+from services.kvstore.store.metrics import export_store_metrics
+from services.kvstore.store.put import Putter
+from services.kvstore.store.rings import RingCache
+from services.kvstore.store.server import StoreServicer
+
+_SWEEP_RINGS_S = 1.0
+_SCRUB_EVERY_S = 7 * 24 * 3600
+
+
+async def open_node(config: StoreConfig, clock: Clock) -> Node:
+    """Returns the embedded node of a configuration, recovered from its directory."""
+    backend = await LocalBackend.open(
+        LocalBackendConfig(
+            dir=config.dir / "segments",
+            capacity_bytes=config.capacity_bytes,
+            segment_bytes=config.segment_bytes,
+            payload_bytes=config.payload_bytes,
+        ),
+        clock,
+    )
+    return await Node.open(backend, config.dir / "meta.log", clock)
+
+
+async def build(runtime: Runtime[StoreConfig]) -> None:
+    """Wires the process."""
+    config = runtime.config
+    node = await open_node(config, runtime.clock)
+    runtime.on_stop(node.close)
+    blocks = EmbeddedBlocks(
+        node, config.lines, durable=config.put_ack == "durable", clock=runtime.clock
+    )
+    collector = Collector(
+        node,
+        config.lines,
+        max_deletes_per_s=config.gc_max_deletes_per_s,
+        clock=runtime.clock,
+    )
+    fetcher = Fetcher(blocks, config.max_inflight_fetch_bytes, clock=runtime.clock)
+    putter = Putter(blocks, config.max_queued_put_bytes, config.max_parallel_puts)
+    rings = RingCache()
+    servicer = StoreServicer(blocks, fetcher, putter, rings)
+    runtime.server.add(
+        store_pb2_grpc.add_StoreServiceServicer_to_server,
+        servicer,
+        while_draining=("Put", "Fetch", "CancelFetch", "FollowCommits"),
+    )
+
+    async def end_streams() -> None:
+        servicer.end_streams()
+
+    async def close_rings() -> None:
+        rings.close()
+
+    runtime.on_drain(end_streams)
+    runtime.on_stop(close_rings)
+    runtime.count_in_flight(lambda: fetcher.num_running + putter.num_queued)
+    runtime.spawn(collector.run(config.gc_every_s, config.gc_orphans_every_s), "gc")
+    runtime.spawn(make_room(blocks, collector), "make room")
+    runtime.spawn(sweep_rings(rings, runtime.clock), "sweep rings")
+    if config.scrub_bytes_per_s > 0:
+        runtime.spawn(scrub(node, config.scrub_bytes_per_s, runtime.clock), "scrub")
+    runtime.census.register("kv.meta", "entries", lambda: len(node.meta.table))
+    runtime.census.register("kv.meta", "leases", lambda: node.meta.num_pins)
+    runtime.census.register("kv.put", "queued", lambda: putter.num_queued)
+    runtime.census.register("kv.put", "bytes", lambda: putter.num_queued_bytes)
+    runtime.census.register("kv.fetch", "transfers", lambda: fetcher.num_running)
+    runtime.census.register("kv.fetch", "bytes", lambda: fetcher.num_inflight_bytes)
+    export_store_metrics(runtime.metrics, node, blocks, putter, fetcher, collector)
+    runtime.announce(
+        capacity={"kv_bytes": float(config.capacity_bytes)},
+        labels={"backend": config.backend},
+    )
+
+
+async def make_room(blocks: EmbeddedBlocks, collector: Collector) -> None:
+    """Collects at once when a put met the high waterline, instead of at the next turn."""
+    while True:
+        await blocks.wants_room.wait()
+        blocks.wants_room.clear()
+        await collector.collect()
+
+
+async def sweep_rings(rings: RingCache, clock: Clock) -> None:
+    """Lets go of the rings of dead engines, and removes what they left in shared memory."""
+    while True:
+        await clock.sleep(_SWEEP_RINGS_S)
+        if rings.sweep():
+            await asyncio.to_thread(reclaim_orphans)
+
+
+async def scrub(node: Node, bytes_per_s: float, clock: Clock) -> None:
+    """Reads everything every seven days; a damaged block is forgotten before anybody asks."""
+    while True:
+        await clock.sleep(_SCRUB_EVERY_S)
+        report = await node.backend.scrub(bytes_per_s)
+        for ref, _ in report.bad:
+            await node.drop(ref.key16, ref.put_id)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the process until it is told to stop."""
+    return run_service("store", StoreConfig, build, argv)

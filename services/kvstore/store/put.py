@@ -1,0 +1,134 @@
+"""PUT: finished blocks from engines into the store, in parent order, never slowing decode.
+
+A put is answered, not failed: committed, there already, refused because its key does not agree
+with its tokens or its parent is not stored, or dropped because the queue or the disk is full.
+Source: kvcache-and-balancing.md, section 7.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+
+from services.kvstore.backends.base import wait_all
+from services.kvstore.checksums import Buffer, xxh3_128
+from services.kvstore.hash_chain import EXTRA_BYTES, TOKEN_BYTES, Uncacheable, chain
+from services.kvstore.store.blocks import BlockStore, NewBlock, Outcome
+
+
+class PutResult(enum.Enum):
+    """How a put ended."""
+
+    COMMITTED = "committed"
+    EXISTS = "exists"
+    KEY_MISMATCH = "key_mismatch"
+    NO_PARENT = "no_parent"
+    DROPPED = "dropped"
+    TORN = "torn"  # the slot does not hold what the writer made
+
+
+_OF_OUTCOME = {
+    Outcome.COMMITTED: PutResult.COMMITTED,
+    Outcome.EXISTS: PutResult.EXISTS,
+    Outcome.NO_PARENT: PutResult.NO_PARENT,
+    Outcome.DROPPED: PutResult.DROPPED,
+    Outcome.TORN: PutResult.TORN,
+}
+
+
+def key_agrees(block: NewBlock, token_ids: Buffer, extra: bytes) -> bool:
+    """Returns whether the key is that of the tokens behind the parent."""
+    if not token_ids or len(token_ids) % TOKEN_BYTES or len(extra) % EXTRA_BYTES:
+        return False
+    extras = [(0, extra)] if extra else []
+    try:
+        key = chain(block.parent, token_ids, len(token_ids) // TOKEN_BYTES, extras)
+    except Uncacheable:
+        return False
+    return key == block.key
+
+
+class Putter:
+    """The queue of puts of one store.
+
+    Writes of a chain's blocks overlap; a child's commit waits for its parent's. Two puts of one
+    key at a time become one.
+    """
+
+    def __init__(self, blocks: BlockStore, max_queued_bytes: int, max_parallel: int) -> None:
+        self._blocks = blocks
+        self._max_queued_bytes = max_queued_bytes
+        self._turns = asyncio.Semaphore(max_parallel)
+        self._in_flight: dict[bytes, asyncio.Future[PutResult]] = {}
+        self.num_queued = 0
+        self.num_queued_bytes = 0
+        self.results: dict[PutResult, int] = dict.fromkeys(PutResult, 0)
+
+    async def put(self, block: NewBlock, token_ids: Buffer, extra: bytes = b"") -> PutResult:
+        """Stores one block and returns how that ended. The payload may be reused after it."""
+        result = await self._put(block, token_ids, extra)
+        self.results[result] += 1
+        return result
+
+    async def _put(self, block: NewBlock, token_ids: Buffer, extra: bytes) -> PutResult:
+        if not key_agrees(block, token_ids, extra):
+            return PutResult.KEY_MISMATCH
+        if self._blocks.is_stored(block):
+            await self._blocks.touch(block.key, block.ttl_class)
+            return PutResult.EXISTS
+        twin = self._in_flight.get(block.key)
+        if twin is not None:
+            await asyncio.wait([twin])
+            if not twin.cancelled() and twin.result() is PutResult.COMMITTED:
+                return PutResult.EXISTS
+            # The other writer is gone or was refused: this one's bytes are as good.
+            return await self._put(block, token_ids, extra)
+        size = len(block.payload)
+        if self.num_queued_bytes + size > self._max_queued_bytes:
+            return PutResult.DROPPED  # the newest goes, and with it everything built on it
+        parent = self._in_flight.get(block.parent)
+        if block.block_index > 1 and parent is None and not self._is_stored(block.parent):
+            return PutResult.NO_PARENT
+        ours: asyncio.Future[PutResult] = asyncio.get_running_loop().create_future()
+        self._in_flight[block.key] = ours
+        self.num_queued += 1
+        self.num_queued_bytes += size
+        result = PutResult.DROPPED
+        try:
+            async with self._turns:
+                result = await self._store(block, parent)
+            return result
+        finally:
+            self.num_queued -= 1
+            self.num_queued_bytes -= size
+            del self._in_flight[block.key]
+            ours.set_result(result)
+
+    def _is_stored(self, key: bytes) -> bool:
+        return self._blocks.exists(key) == b"\1"
+
+    async def _store(self, block: NewBlock, parent: asyncio.Future[PutResult] | None) -> PutResult:
+        if block.digest and xxh3_128(block.payload) != block.digest:
+            return PutResult.TORN
+        # From here to the commit a cancelled caller (a client that died) must not leave a half:
+        # it runs to its end by itself.
+        work = asyncio.ensure_future(self._write_and_commit(block, parent))
+        try:
+            return await asyncio.shield(work)
+        except asyncio.CancelledError:
+            await wait_all([work])
+            raise
+
+    async def _write_and_commit(
+        self, block: NewBlock, parent: asyncio.Future[PutResult] | None
+    ) -> PutResult:
+        put_id = await self._blocks.write(block)
+        if put_id is None:
+            return PutResult.DROPPED
+        if parent is not None:
+            await asyncio.wait([parent])
+            stored = (PutResult.COMMITTED, PutResult.EXISTS)
+            if parent.cancelled() or parent.result() not in stored:
+                await self._blocks.take_back(block, put_id)
+                return PutResult.NO_PARENT
+        return _OF_OUTCOME[await self._blocks.commit(block, put_id)]
