@@ -21,6 +21,7 @@ from services.lb.decode.client import (
 from services.lb.decode.config import DecodeLbConfig
 from services.lb.decode.fake import FakeDecodeLb
 
+PATIENT_S = 20.0  # a loaded machine may be slow to answer; only what it answers is tested
 RULES = BalancerConfig(max_waiting_requests=4)
 
 
@@ -30,7 +31,7 @@ async def real_ranks():
     store = MemoryStore()
     async with running("decode-lb", config, decode_main.build, store=store) as runtime:
         await runtime.view.wait_for(lambda view: view.leader("decode-lb") is not None)
-        yield DecodeLbClient(runtime.channels, leader_of(runtime.view))
+        yield DecodeLbClient(runtime.channels, leader_of(runtime.view), PATIENT_S)
 
 
 @pytest.fixture(params=["fake", "real"])
@@ -154,12 +155,11 @@ async def test_an_engine_that_ends_its_call_is_gone(ranks):
         await session.send(report_of("d1"))
         assert (await ranks.pick(PickRequest("r0", 10))).instance_id == "d1"
     for index in range(1_000):  # over gRPC the end of the call takes a moment to arrive
-        try:
-            await ranks.pick(PickRequest(f"r{index + 1}", 10, max_wait_s=0.01))
-        except Failure as failure:
-            assert failure.reason is Reason.NO_INSTANCE
-            return
-    raise AssertionError("a lost engine is still chosen")
+        request = PickRequest(f"r{index + 1}", 10, max_wait_s=0.01)
+        (result,) = await asyncio.gather(ranks.pick(request), return_exceptions=True)
+        if isinstance(result, Failure):
+            break
+    assert result.reason is Reason.NO_INSTANCE
 
 
 async def test_an_engine_that_does_not_accept_takes_nothing_new(ranks):

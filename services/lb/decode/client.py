@@ -26,7 +26,7 @@ from services.common.rpc_client import Channels, call, stream_call
 from services.lb.decode.config import LEADER
 from services.lb.failover import following_leader
 
-_ANSWER_S = 1.0  # beyond the time a pick may wait: for the way there and back
+ANSWER_S = 1.0  # beyond the time a pick may wait: for the way there and back
 
 
 @dataclass(frozen=True)
@@ -134,8 +134,11 @@ async def pick_rank(
 class DecodeLbClient:
     """The balancer over gRPC. `find_leader` returns an address or raises Failure(NO_INSTANCE)."""
 
-    def __init__(self, channels: Channels, find_leader: Callable[[], str]) -> None:
+    def __init__(
+        self, channels: Channels, find_leader: Callable[[], str], answer_s: float = ANSWER_S
+    ) -> None:
         self._channels = channels
+        self._answer_s = answer_s
         self._find_leader = find_leader
         self._guard = TermGuard()
 
@@ -144,7 +147,7 @@ class DecodeLbClient:
         reply = await call(
             self._stub().PickRank,
             pick_to_proto(request),
-            timeout_s=(request.max_wait_s or 1.0) + _ANSWER_S,
+            timeout_s=(request.max_wait_s or 1.0) + self._answer_s,
         )
         self._guard.accept(reply.term)  # a paused former leader may still answer (P-22)
         return PickedRank(reply.instance_id, reply.boot_id, reply.address, reply.rank, reply.term)
@@ -159,7 +162,7 @@ class DecodeLbClient:
             instance_id=instance_id,
             instance_fault=instance_fault,
         )
-        reply = await call(self._stub().ReturnRank, message, timeout_s=_ANSWER_S)
+        reply = await call(self._stub().ReturnRank, message, timeout_s=self._answer_s)
         return bool(reply.found)
 
     @asynccontextmanager
