@@ -2,7 +2,12 @@
 //!
 //! A plain crate: `cargo test` needs no Python. `py.rs` is the binding, behind feature `python`.
 
+pub mod convert;
 pub mod encode;
+pub mod images;
+pub mod json;
+pub mod max_tokens;
+pub mod render;
 pub mod stream;
 pub mod types;
 

@@ -1,0 +1,269 @@
+//! Field types of a Responses request (recipe.md, sections 8.1, 8.2 and 8.4).
+
+use serde::Deserialize;
+use serde::de::{Deserializer, Error as _};
+use serde_json::{Map, Value};
+
+use crate::convert::wire::{BlocksKind, DetailName, EffortName, InputKind, OutputKind, TextOr};
+
+#[derive(Deserialize)]
+pub struct Request {
+    pub model: String,
+    pub input: Option<TextOr<Item, InputKind>>,
+    pub instructions: Option<String>,
+    pub reasoning: Option<Reasoning>,
+    pub text: Option<Text>,
+    pub tools: Option<Vec<Tool>>,
+    pub tool_choice: Option<ToolChoice>,
+    pub max_output_tokens: Option<u32>,
+    pub temperature: Option<f32>,
+    pub top_p: Option<f32>,
+    pub top_logprobs: Option<u8>,
+    pub stream: Option<bool>,
+    pub user: Option<String>,
+}
+
+#[derive(Deserialize)]
+pub struct Reasoning {
+    pub effort: Option<EffortName>,
+    pub summary: Option<Summary>,
+    pub generate_summary: Option<Summary>,
+}
+
+#[derive(Clone, Copy, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Summary {
+    Auto,
+    Concise,
+    Detailed,
+}
+
+#[derive(Deserialize)]
+pub struct Text {
+    pub format: Option<Format>,
+    pub verbosity: Option<Verbosity>,
+}
+
+#[derive(Clone, Copy, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Verbosity {
+    Low,
+    Medium,
+    High,
+}
+
+#[derive(Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub enum Format {
+    Text,
+    JsonSchema { name: String, schema: Value, description: Option<String>, strict: Option<bool> },
+    JsonObject,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Execution {
+    Client,
+    Server,
+}
+
+#[derive(Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub enum Tool {
+    Function(Function),
+    Namespace {
+        name: String,
+        description: Option<String>,
+        tools: Vec<InnerTool>,
+    },
+    Custom {
+        name: String,
+    },
+    ToolSearch {
+        execution: Option<Execution>,
+        description: Option<String>,
+        parameters: Option<Value>,
+    },
+    WebSearch(WebSearch),
+    #[serde(rename = "web_search_2025_08_26")]
+    WebSearch20250826(WebSearch),
+    #[serde(other)]
+    Unknown,
+}
+
+#[derive(Deserialize)]
+pub struct Function {
+    pub name: String,
+    pub description: Option<String>,
+    pub parameters: Option<Value>,
+    pub strict: Option<bool>,
+}
+
+/// Carried only to be echoed.
+#[derive(Deserialize)]
+pub struct WebSearch {
+    pub search_context_size: Option<Value>,
+    pub user_location: Option<Value>,
+}
+
+#[derive(Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub enum InnerTool {
+    Function(Function),
+    Custom { name: String },
+}
+
+pub enum ToolChoice {
+    None,
+    Auto,
+    Required,
+    Tool(ChosenTool),
+}
+
+#[derive(Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub enum ChosenTool {
+    Function {
+        name: String,
+    },
+    WebSearch,
+    #[serde(rename = "web_search_2025_08_26")]
+    WebSearch20250826,
+    Custom {
+        name: String,
+    },
+}
+
+impl<'de> Deserialize<'de> for ToolChoice {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let other = || {
+            D::Error::custom("expected one of `none`, `auto`, `required` or a tool choice object")
+        };
+        match Value::deserialize(deserializer)? {
+            Value::String(word) => match word.as_str() {
+                "none" => Ok(ToolChoice::None),
+                "auto" => Ok(ToolChoice::Auto),
+                "required" => Ok(ToolChoice::Required),
+                _ => Err(other()),
+            },
+            Value::Object(map) if map.contains_key("type") => {
+                ChosenTool::deserialize(Value::Object(map))
+                    .map(ToolChoice::Tool)
+                    .map_err(D::Error::custom)
+            }
+            _ => Err(other()),
+        }
+    }
+}
+
+/// An input item: typed, or a message when only a role is given.
+pub enum Item {
+    Typed(TypedItem),
+    Message(InputMessage),
+}
+
+impl<'de> Deserialize<'de> for Item {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let value = Value::deserialize(deserializer)?;
+        let map = value.as_object().ok_or_else(|| D::Error::custom("invalid input item"))?;
+        if map.contains_key("type") {
+            TypedItem::deserialize(value).map(Item::Typed).map_err(D::Error::custom)
+        } else if map.contains_key("role") {
+            InputMessage::deserialize(value).map(Item::Message).map_err(D::Error::custom)
+        } else {
+            Err(D::Error::custom("invalid input item"))
+        }
+    }
+}
+
+#[derive(Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub enum TypedItem {
+    Message(InputMessage),
+    Reasoning {
+        content: Option<Vec<ReasoningText>>,
+        /// Type-checked only.
+        #[serde(rename = "encrypted_content")]
+        _encrypted_content: Option<String>,
+    },
+    FunctionCall {
+        call_id: String,
+        name: String,
+        arguments: String,
+        namespace: Option<String>,
+    },
+    FunctionCallOutput {
+        call_id: Option<String>,
+        output: TextOr<OutputBlock, OutputKind>,
+    },
+    CustomToolCall {
+        call_id: String,
+        name: String,
+        input: String,
+    },
+    CustomToolCallOutput {
+        call_id: String,
+        output: Option<TextOr<OutputBlock, OutputKind>>,
+    },
+    ToolSearchCall {
+        call_id: String,
+        arguments: Map<String, Value>,
+        /// Type-checked only.
+        #[serde(rename = "execution")]
+        _execution: Option<Execution>,
+    },
+    ToolSearchOutput {
+        call_id: String,
+        tools: Vec<Tool>,
+        /// Type-checked only.
+        #[serde(rename = "execution")]
+        _execution: Option<Execution>,
+    },
+    WebSearchCall,
+    #[serde(other)]
+    Unknown,
+}
+
+#[derive(Deserialize)]
+pub struct ReasoningText {
+    pub text: String,
+}
+
+#[derive(Deserialize)]
+pub struct InputMessage {
+    pub role: Role,
+    pub content: TextOr<Block, BlocksKind>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Role {
+    User,
+    Assistant,
+    System,
+    Developer,
+}
+
+#[derive(Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub enum Block {
+    InputText { text: String },
+    OutputText { text: String },
+    InputImage(InputImage),
+    InputFile {},
+}
+
+#[derive(Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub enum OutputBlock {
+    InputText { text: String },
+    InputImage(InputImage),
+    InputFile {},
+}
+
+#[derive(Deserialize)]
+pub struct InputImage {
+    pub image_url: Option<String>,
+    pub detail: Option<DetailName>,
+    pub file_id: Option<String>,
+}

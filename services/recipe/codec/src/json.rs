@@ -1,0 +1,209 @@
+//! JSON text in the three spellings the prompts use (recipe.md, section 3.1).
+//!
+//! All three keep key order and leave non-ASCII unescaped. They differ in separators and in where
+//! a small float switches to an exponent, because the templates were fixed in training with
+//! different serializers.
+
+use serde_json::{Number, Value};
+
+/// How a value is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Style {
+    /// `", "` and `": "`; exponents from 1e-5 down, padded to two digits. Python's `json.dumps`.
+    Py,
+    /// `", "` and `": "`; exponents from 1e-6 down, unpadded.
+    Sp,
+    /// No spaces; floats of [`Style::Sp`].
+    Compact,
+}
+
+impl Style {
+    fn item_separator(self) -> &'static str {
+        if self == Style::Compact { "," } else { ", " }
+    }
+
+    fn key_separator(self) -> &'static str {
+        if self == Style::Compact { ":" } else { ": " }
+    }
+}
+
+/// Returns the JSON text of `value`.
+pub fn to_string(value: &Value, style: Style) -> String {
+    let mut out = String::new();
+    write(&mut out, value, style);
+    out
+}
+
+/// Appends the JSON text of `value`.
+///
+/// Recursion is bounded by the parser that made the value: 127 levels.
+pub fn write(out: &mut String, value: &Value, style: Style) {
+    match value {
+        Value::Null => out.push_str("null"),
+        Value::Bool(true) => out.push_str("true"),
+        Value::Bool(false) => out.push_str("false"),
+        Value::Number(number) => write_number(out, number, style),
+        Value::String(text) => write_string(out, text),
+        Value::Array(items) => {
+            out.push('[');
+            for (index, item) in items.iter().enumerate() {
+                if index > 0 {
+                    out.push_str(style.item_separator());
+                }
+                write(out, item, style);
+            }
+            out.push(']');
+        }
+        Value::Object(map) => {
+            out.push('{');
+            for (index, (key, item)) in map.iter().enumerate() {
+                if index > 0 {
+                    out.push_str(style.item_separator());
+                }
+                write_string(out, key);
+                out.push_str(style.key_separator());
+                write(out, item, style);
+            }
+            out.push('}');
+        }
+    }
+}
+
+/// Appends `text` quoted and escaped; `/`, U+007F and everything above stay as they are.
+pub fn write_string(out: &mut String, text: &str) {
+    out.push('"');
+    let mut start = 0;
+    for (at, byte) in text.bytes().enumerate() {
+        let escape = match byte {
+            b'"' => "\\\"",
+            b'\\' => "\\\\",
+            0x08 => "\\b",
+            0x0c => "\\f",
+            b'\n' => "\\n",
+            b'\r' => "\\r",
+            b'\t' => "\\t",
+            0..0x20 => "",
+            _ => continue,
+        };
+        out.push_str(&text[start..at]);
+        start = at + 1;
+        if escape.is_empty() {
+            const HEX: &[u8; 16] = b"0123456789abcdef";
+            out.push_str("\\u00");
+            out.push(HEX[usize::from(byte >> 4)] as char);
+            out.push(HEX[usize::from(byte & 15)] as char);
+        } else {
+            out.push_str(escape);
+        }
+    }
+    out.push_str(&text[start..]);
+    out.push('"');
+}
+
+fn write_number(out: &mut String, number: &Number, style: Style) {
+    use std::fmt::Write;
+    let written = if let Some(integer) = number.as_u64() {
+        write!(out, "{integer}")
+    } else if let Some(integer) = number.as_i64() {
+        write!(out, "{integer}")
+    } else {
+        write_float(out, number.as_f64().unwrap_or(0.0), style);
+        Ok(())
+    };
+    debug_assert!(written.is_ok(), "writing to a String cannot fail");
+}
+
+/// Appends the shortest digits that read back as `float`, placed as `style` wants them.
+fn write_float(out: &mut String, float: f64, style: Style) {
+    // `{:e}` is exact about the digits; only their layout is ours: "-1.25e-7".
+    let scientific = format!("{float:e}");
+    let (mantissa, exponent) = scientific.split_once('e').unwrap_or((&scientific, "0"));
+    let exponent: i32 = exponent.parse().unwrap_or(0);
+    let (sign, mantissa) = match mantissa.strip_prefix('-') {
+        Some(rest) => ("-", rest),
+        None => ("", mantissa),
+    };
+    out.push_str(sign);
+    let smallest_positional = if style == Style::Py { -4 } else { -5 };
+    if exponent >= 16 || exponent < smallest_positional {
+        out.push_str(mantissa);
+        out.push_str(if exponent < 0 { "e-" } else { "e+" });
+        let magnitude = exponent.unsigned_abs().to_string();
+        if style == Style::Py && magnitude.len() < 2 {
+            out.push('0');
+        }
+        out.push_str(&magnitude);
+        return;
+    }
+    let (first, rest) = mantissa.split_once('.').unwrap_or((mantissa, ""));
+    if exponent < 0 {
+        out.push_str("0.");
+        for _ in 1..-exponent {
+            out.push('0');
+        }
+        out.push_str(first);
+        out.push_str(rest);
+        return;
+    }
+    let num_integer_digits = exponent as usize;
+    out.push_str(first);
+    if rest.len() <= num_integer_digits {
+        out.push_str(rest);
+        for _ in rest.len()..num_integer_digits {
+            out.push('0');
+        }
+        out.push_str(".0");
+    } else {
+        out.push_str(&rest[..num_integer_digits]);
+        out.push('.');
+        out.push_str(&rest[num_integer_digits..]);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn written(source: &str, style: Style) -> String {
+        to_string(&serde_json::from_str(source).expect("valid"), style)
+    }
+
+    #[test]
+    fn floats_follow_the_style() {
+        let cases = [
+            ("1e16", "1e+16", "1e+16"),
+            ("123456789012345678.0", "1.2345678901234568e+17", "1.2345678901234568e+17"),
+            ("1e15", "1000000000000000.0", "1000000000000000.0"),
+            ("0.0001", "0.0001", "0.0001"),
+            ("0.00001", "1e-05", "0.00001"),
+            ("0.0000125", "1.25e-05", "0.0000125"),
+            ("0.00000999", "9.99e-06", "9.99e-6"),
+            ("5e-324", "5e-324", "5e-324"),
+            ("-0.0", "-0.0", "-0.0"),
+            ("0.1e1", "1.0", "1.0"),
+            ("12345678901234567890123", "1.2345678901234568e+22", "1.2345678901234568e+22"),
+            ("18446744073709551615", "18446744073709551615", "18446744073709551615"),
+            ("-9223372036854775808", "-9223372036854775808", "-9223372036854775808"),
+            ("123.456", "123.456", "123.456"),
+        ];
+        for (source, py, sp) in cases {
+            assert_eq!(written(source, Style::Py), py, "{source}");
+            assert_eq!(written(source, Style::Sp), sp, "{source}");
+            assert_eq!(written(source, Style::Compact), sp, "{source}");
+        }
+    }
+
+    #[test]
+    fn strings_escape_only_what_json_demands() {
+        let mut out = String::new();
+        write_string(&mut out, "a\"\\/\u{8}\u{c}\n\r\t\u{1}\u{1f}\u{7f}\u{2028}é");
+        assert_eq!(out, "\"a\\\"\\\\/\\b\\f\\n\\r\\t\\u0001\\u001f\u{7f}\u{2028}é\"");
+    }
+
+    #[test]
+    fn separators_follow_the_style_and_duplicate_keys_collapse() {
+        let source = r#"{"b":[1,{}],"a":[],"b":null}"#;
+        assert_eq!(written(source, Style::Py), r#"{"b": null, "a": []}"#);
+        assert_eq!(written(source, Style::Compact), r#"{"b":null,"a":[]}"#);
+    }
+}
