@@ -58,9 +58,7 @@ class EntrypointConfig:
 
     # The directory shard.
     swa_directory: bool = True
-    swa_directory_entries: int = 1_000_000
 
-    grpc_requires_key: bool = weakens(True, "the token-level API is served without a key")
     index_page: bool = True
 
     def __post_init__(self) -> None:

@@ -188,9 +188,11 @@ class Generation:
             if isinstance(action, Delivered):
                 self._sink.on_tokens(action, self.stream.usage)
             elif isinstance(action, Follow):
+                self.acknowledge(action.from_index, at_once=True)  # the old engine may forget it
                 self._follow(EngineKind.DECODE, action.address, action.from_index)
                 self._sink.on_stage("decode")
             else:
+                self.acknowledge(self.stream.next_index, at_once=True)
                 self._end_turn(action)
 
     def on_lost(self, failure: Failure, incident: str) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from pelagos.entrypoint.v1 import entrypoint_pb2_grpc
+from pelagos.kvstore.v1 import swa_pb2_grpc
 
 from services.common.service import Runtime, run_service
 from services.entrypoint.address_policy import UrlPolicy
@@ -36,6 +37,7 @@ from services.entrypoint.quota import Quota
 from services.entrypoint.retry import RetryBudget, RetryPolicy
 from services.entrypoint.server import EntrypointServicer
 from services.entrypoint.telemetry import Instruments
+from services.kvstore.client import swa_directory_servicer
 from services.lb.prefill.client import PrefillLbClient
 
 log = logging.getLogger(__name__)
@@ -122,6 +124,13 @@ async def build(runtime: Runtime[EntrypointConfig]) -> Parts:
         entrypoint_pb2_grpc.add_EntrypointServiceServicer_to_server,
         EntrypointServicer(parts, pipeline, keys),
     )
+    if config.swa_directory:
+        # This process's shard of the directory: prefill publishes to it, CHECK asks it.
+        runtime.server.add(
+            swa_pb2_grpc.add_SwaDirectoryServiceServicer_to_server,
+            swa_directory_servicer(),
+            while_draining=("*",),
+        )
     for coroutine, name in (
         (keys.run(), "keys"),
         (catalog.run(), "catalog"),

@@ -8,23 +8,13 @@ Source: kvcache-and-balancing.md, section 2.
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable
-from hashlib import sha256
 
 from pelagos.engine.v1 import records_pb2 as records
 from pelagos.recipe.v1 import recipe_pb2 as recipe
 
 from services.common.errors import Failure, Reason
-
-
-def media_digest(preprocessor_revision: str, width: int, height: int, data: bytes) -> bytes:
-    """Returns the 32-byte digest of one image."""
-    revision = preprocessor_revision.encode()
-    digest = sha256(struct.pack("<I", len(revision)) + revision)
-    digest.update(struct.pack("<II", width, height))
-    digest.update(data)
-    return digest.digest()
+from services.kvstore.client import media_digest
 
 
 def media_spans(

@@ -79,6 +79,11 @@ class StreamOutput:
         self._num_frames = 0
         self._response_id = ""
 
+    @property
+    def num_waiting_bytes(self) -> int:
+        """Returns what waits for this client: events, and tokens held back."""
+        return self._buffer.num_bytes + self._buffer.num_held_bytes
+
     def begin(self, generation: Generation, open_step: recipe.ParseOpen) -> None:
         """Opens the output at the codec."""
         self._generation = generation

@@ -1,4 +1,4 @@
-"""An entrypoint with everything around it, in this process: real gRPC on ports of the kernel's choice.
+"""An entrypoint and everything around it in one process: real gRPC on ports of the kernel's choice.
 
 The neighbours are small servers written from the contracts: a codec whose ids are bytes, a balancer
 that places at once, engines whose tokens are a function of the index. What they do on request —
@@ -466,9 +466,7 @@ class Stack:
 
     async def idle(self) -> dict[str, dict[str, int]]:
         """Returns the census once nothing is held any more."""
-        async with asyncio.timeout(10):
-            while any(sum(counts.values()) for counts in self.census().values()):
-                await asyncio.sleep(0.01)
+        await until(lambda: not any(sum(counts.values()) for counts in self.census().values()))
         return self.census()
 
 
@@ -522,42 +520,51 @@ async def running_stack(
     async def wire(runtime: Runtime[EntrypointConfig]) -> None:
         captured["parts"] = await build(runtime)
 
-    async with running("entrypoint", EntrypointConfig(**settings), wire, store=store) as runtime:
-        parts = captured["parts"]
-        async with asyncio.timeout(10):
-            while not parts.catalog.num_engines:
-                await asyncio.sleep(0.01)
-        base_url = f"http://{runtime.member.labels['http']}"
-        key = (Path(settings["key_folder"]) / "api-key").read_text().strip()
-        async with httpx.AsyncClient(
-            base_url=base_url,
-            headers={"authorization": f"Bearer {key}"},
-            timeout=30,
-            trust_env=False,
-            limits=httpx.Limits(max_connections=1000),
-        ) as client:
-            try:
-                yield Stack(
-                    runtime,
-                    client,
-                    key,
-                    codec,
-                    check,
-                    compiler,
-                    lb,
-                    prefill,
-                    decode,
-                    base_url,
-                    parts,
-                )
-            finally:
-                lb.gate.set()
-                for engine in (*prefill, *decode):
-                    engine.gate.set()
-    for engine in (*prefill, *decode):
-        if not engine.dead:
-            await engine.kill()
-    await services.stop(0)
+    try:
+        async with running(
+            "entrypoint", EntrypointConfig(**settings), wire, store=store
+        ) as runtime:
+            parts = captured["parts"]
+            await until(lambda: parts.catalog.num_engines > 0)
+            base_url = f"http://{runtime.member.labels['http']}"
+            key = (Path(settings["key_folder"]) / "api-key").read_text().strip()
+            async with httpx.AsyncClient(
+                base_url=base_url,
+                headers={"authorization": f"Bearer {key}"},
+                timeout=30,
+                trust_env=False,
+                limits=httpx.Limits(max_connections=1000),
+            ) as client:
+                try:
+                    yield Stack(
+                        runtime,
+                        client,
+                        key,
+                        codec,
+                        check,
+                        compiler,
+                        lb,
+                        prefill,
+                        decode,
+                        base_url,
+                        parts,
+                    )
+                finally:
+                    lb.gate.set()
+                    for engine in (*prefill, *decode):
+                        engine.gate.set()
+    finally:
+        for engine in (*prefill, *decode):
+            if not engine.dead:
+                await engine.kill()
+        await services.stop(0)
+
+
+async def until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
+    """Waits for something that another task or process brings about; fails when it never does."""
+    async with asyncio.timeout(timeout_s):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
 
 
 def sse_events(text: str) -> list[Any]:
