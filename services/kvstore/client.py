@@ -90,7 +90,7 @@ __all__ = [
 _MATCH_TIMEOUT_S: Final = 0.5
 _FETCH_TIMEOUT_S: Final = 30.0
 _CANCEL_TIMEOUT_S: Final = 10.0
-_DIRECTORY_TIMEOUT_S: Final = 0.5
+_DIRECTORY_TIMEOUT_S: Final = 2.0
 _STATE_TIMEOUT_S: Final = 5.0
 _MAX_UNANSWERED_PUTS: Final = 1024
 
@@ -472,29 +472,33 @@ class SwaDirectoryClient:
                     group.create_task(ask(address, numbers))
         return found
 
-    async def publish(self, key: SwaKey, location: Location, ttl_s: int = 0) -> bool:
+    async def publish(
+        self,
+        key: SwaKey,
+        location: Location,
+        ttl_s: int = 0,
+        timeout_s: float = _DIRECTORY_TIMEOUT_S,
+    ) -> bool:
         """Announces a state; False when it is not in force or the shard is away."""
         for address in self._owners([key]):
             request = swa_pb2.PublishRequest(
                 key=key_to_proto(key), location=location_to_proto(location), ttl_s=ttl_s
             )
             try:
-                answer = await call(
-                    self._stub(address).Publish, request, timeout_s=_DIRECTORY_TIMEOUT_S
-                )
+                answer = await call(self._stub(address).Publish, request, timeout_s=timeout_s)
                 return bool(answer.stored)
             except Failure:
                 return False
         return False
 
-    async def withdraw(self, key: SwaKey, host: str) -> bool:
+    async def withdraw(
+        self, key: SwaKey, host: str, timeout_s: float = _DIRECTORY_TIMEOUT_S
+    ) -> bool:
         """Takes an announcement back."""
         for address in self._owners([key]):
             request = swa_pb2.WithdrawRequest(key=key_to_proto(key), host_instance_id=host)
             try:
-                answer = await call(
-                    self._stub(address).Withdraw, request, timeout_s=_DIRECTORY_TIMEOUT_S
-                )
+                answer = await call(self._stub(address).Withdraw, request, timeout_s=timeout_s)
                 return bool(answer.removed)
             except Failure:
                 return False

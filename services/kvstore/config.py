@@ -22,7 +22,7 @@ class CheckConfig:
     # Empty: a random key, so that what is stored is found again only until the next start.
     cluster_key_file: str = secret("")
     # Time the window-state look-up may take; past it the hit goes on as if there were none.
-    swa_timeout_ms: float = 200.0
+    swa_timeout_ms: float = 400.0
     # Without a word from the store for so long, a short hit is reported as "lagging".
     lagging_after_ms: float = 5_000.0
     max_sessions: int = 100_000
