@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from pelagos.engine.v1 import engine_control_pb2 as pb
-from pelagos.lb.v1 import decode_lb_pb2
 
 from services.common.errors import Failure, Reason
 from services.decode import drain as drain_core
@@ -13,6 +12,7 @@ from services.decode.engine import DecodeEngine
 from services.engine.control import cost_model_to_proto
 from services.engine.records import layout_to_proto
 from services.engine.sim.config import CURVE_MS, CURVE_ROWS
+from services.lb.decode.client import LoadReport, RankLoad
 
 _DRAIN_STATES = {
     drain_core.Phase.SERVING: pb.DRAIN_STATE_SERVING,
@@ -101,33 +101,32 @@ class DecodeControl:
             )
         return loads
 
-    def balancer_report(self, version: int) -> decode_lb_pb2.ReportRequest:
-        """The report that DecodeLbService expects every 100 ms; takes the list of seen ids."""
+    def balancer_report(self) -> LoadReport:
+        """The report that the decode balancer expects every 100 ms; takes the list of seen ids."""
         engine = self._engine
         block = engine.layout.geometry.block_tokens
         ranks = []
         for rank in engine.ranks:
             held = engine.reserved_on(rank)
             ranks.append(
-                decode_lb_pb2.DecodeRankLoad(
+                RankLoad(
                     rank=rank.rank,
-                    kv_tokens=rank.num_kv_tokens + sum(h.num_tokens for h in held),
-                    requests=len(rank.running) + len(held),
-                    free_tokens=rank.blocks.num_free * block,
+                    num_kv_tokens=rank.num_kv_tokens + sum(h.num_tokens for h in held),
+                    num_requests=len(rank.running) + len(held),
+                    num_free_tokens=rank.blocks.num_free * block,
                     max_requests=rank.max_seqs,
-                    steps=rank.counts.steps,
+                    num_steps=rank.counts.steps,
                 )
             )
         seen, engine.seen = engine.seen, []
-        return decode_lb_pb2.ReportRequest(
+        return LoadReport(
             instance_id=engine.identity.instance_id,
             boot_id=engine.identity.boot_id,
             address=engine.identity.address,
-            layout_signature=engine.layout.signature,
             accepting=engine.accepting,
-            ranks=ranks,
-            seen_request_ids=seen,
-            version=version,
+            ranks=tuple(ranks),
+            layout_signature=engine.layout.signature,
+            seen_request_ids=tuple(seen),
         )
 
     async def start_drain(self, grace_s: float, hard_s: float, policy: int) -> None:

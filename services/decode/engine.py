@@ -25,7 +25,6 @@ from services.decode import drain as drain_core
 from services.decode import scheduler
 from services.decode.config import DecodeConfig
 from services.decode.rank_loop import DecodeRank, Hooks
-from services.decode.scheduler import StopRules
 from services.decode.sequence import Sequence
 from services.decode.speculation import Curve
 from services.decode.transfers import Incoming, Transfers
@@ -38,8 +37,8 @@ from services.engine.persister import FullBlock, Persister
 from services.engine.requests import FinishReason, RequestKey
 from services.engine.runner import ModelRunner, Start, StateFault
 from services.engine.sim.config import CURVE_MS, CURVE_ROWS
+from services.engine.stop import StopRules
 from services.engine.streams import StreamHub
-from services.engine.swa_pool import SwaPool
 from services.engine.tasks import TaskSet
 from services.engine.transfer import Reservation, ReservationEvent
 from services.engine.transfer_client import Outgoing, checksum
@@ -107,9 +106,9 @@ class DecodeEngine:
         identity: Identity,
         *,
         persister: Persister,
-        pool: SwaPool,
         mover: Mover | None = None,
-        publish: Callable[[bytes, int, bytes, bool], None] = lambda *_: None,
+        keep_window: Callable[[bytes, int, bytes, bool], None] = lambda *_: None,
+        tasks: TaskSet | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.config = config
@@ -118,7 +117,6 @@ class DecodeEngine:
         self.drain_state = drain_core.State()
         self.mover = mover
         self.persister = persister
-        self.pool = pool
         self.transfers = Transfers(
             self.layout, config.max_chunk_bytes, config.transfer_credit_bytes
         )
@@ -130,13 +128,13 @@ class DecodeEngine:
             on_room=self._on_room,
             clock=clock,
         )
-        self.tasks = TaskSet()
+        self.tasks = tasks or TaskSet()
         self.seen: list[str] = []  # picked requests that arrived, for the balancer's report
         self.num_moved = self.num_resumed = self.num_lost = self.num_lapsed = 0
         self.stopped = asyncio.Event()
         self.refusing = False
         self.persist_mode = config.persist
-        self._publish = publish
+        self._keep_window = keep_window
         self._clock = clock
         self._geometry = self.layout.geometry
         self._held: dict[str, Held] = {}
@@ -497,7 +495,7 @@ class DecodeEngine:
             window = rank.runner.read_window(sequence.seq_id, sequence.attached, sequence.copy)
             block_key = sequence.tokens.key(sequence.attached // self._geometry.block_tokens - 1)
             approximate = sequence.approximate_from > 0
-            self._publish(block_key, sequence.attached, window, approximate)
+            self._keep_window(block_key, sequence.attached, window, approximate)
         self._on_drain(drain_core.Gone(_name(sequence.key)))
 
     def _may_store(self, sequence: Sequence) -> bool:
@@ -532,6 +530,7 @@ class DecodeEngine:
                 sequence.spec.namespace.ttl_class,
                 approximate,
                 sequence.key.request_id,
+                sequence.spec.namespace.tenant,
             )
             self.persister.offer(
                 full, partial(_pinned, rank, block), partial(rank.runner.read_block, block)

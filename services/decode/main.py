@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Sequence
 from contextlib import suppress
 
 from pelagos.decode.v1 import decode_pb2_grpc
 from pelagos.engine.v1 import engine_control_pb2_grpc, kv_transfer_pb2_grpc
-from pelagos.kvstore.v1 import store_pb2_grpc, swa_pb2_grpc
-from pelagos.lb.v1 import decode_lb_pb2_grpc
+from pelagos.kvstore.v1 import swa_pb2_grpc
 
 from services.common.errors import Failure
-from services.common.rpc_client import stream_call
 from services.common.service import Runtime, run_service
 from services.decode.config import DecodeConfig
 from services.decode.control import DecodeControl
@@ -22,14 +19,15 @@ from services.decode.mover import BalancedMover
 from services.decode.server import DecodeServicer
 from services.engine.control import EngineControlServicer
 from services.engine.persister import Persister
-from services.engine.placement import leader_address, nearest
 from services.engine.sim.tokens import Scripts
-from services.engine.swa_directory import SwaDirectory
-from services.engine.swa_pool import SwaPool, SwaPoolServicer
+from services.engine.stores import NearestStore
+from services.engine.tasks import TaskSet
+from services.engine.windows import Windows
+from services.kvstore.client import SwaPool, SwaPoolServicer
+from services.lb.decode.client import DecodeLbClient, leader_of
 
 log = logging.getLogger(__name__)
 
-DECODE_LB = "decode-lb"
 _RETRY_S = 0.2
 _HEALTH_POLL_S = 1.0
 
@@ -45,23 +43,17 @@ async def build_engine(
     """As `build`; returns the engine, and takes scripts, for tests."""
     config, clock = runtime.config, runtime.clock
     layout = config.model.layout()
-    identity = Identity(runtime.instance_id, runtime.boot_id, runtime.advertised)
-    host_epoch = int(runtime.boot_id, 16) >> 1
-
-    def store() -> store_pb2_grpc.StoreServiceStub | None:
-        member = nearest(runtime.view, "store", runtime.machine, runtime.rng)
-        return member and store_pb2_grpc.StoreServiceStub(runtime.channels.get(member.address))
-
-    persister = Persister(
-        store,
-        layout_fingerprint=bytes.fromhex(layout.signature),
-        writer_id=runtime.instance_id,
-        block_bytes=layout.block_bytes,
-        max_queue_bytes=config.persist_queue_bytes,
-        by_decode=True,
-        clock=clock,
+    layout_digest = bytes.fromhex(layout.signature)
+    ranks = DecodeLbClient(runtime.channels, leader_of(runtime.view))
+    store = NearestStore(runtime.view, runtime.channels, runtime.machine, runtime.rng)
+    tasks = TaskSet()
+    windows = Windows(
+        SwaPool(runtime.instance_id, runtime.advertised, config.swa_pool_bytes),
+        layout_digest,
+        runtime.view,
+        runtime.channels,
+        tasks,
     )
-    pool = SwaPool(config.swa_pool_bytes, bytes.fromhex(layout.signature))
     engine = DecodeEngine(
         config,
         [
@@ -70,49 +62,43 @@ async def build_engine(
             )
             for _ in range(config.num_ranks)
         ],
-        identity,
-        persister=persister,
-        pool=pool,
-        mover=BalancedMover(
-            runtime.channels,
-            lambda: leader_address(runtime.view, DECODE_LB),
-            runtime.instance_id,
-            layout.signature,
+        Identity(runtime.instance_id, runtime.boot_id, runtime.advertised),
+        persister=Persister(
+            store.client,
+            layout=layout_digest,
+            writer_id=runtime.instance_id,
+            block_bytes=layout.block_bytes,
+            max_queue_bytes=config.persist_queue_bytes,
+            by_decode=True,
         ),
-        publish=lambda *state: directory.keep(*state),
+        mover=BalancedMover(runtime.channels, ranks, runtime.instance_id, layout.signature),
+        keep_window=windows.keep,
+        tasks=tasks,
         clock=clock,
     )
-    directory = SwaDirectory(
-        pool,
-        runtime.view,
-        runtime.channels,
-        engine.tasks,
-        instance_id=runtime.instance_id,
-        address=runtime.advertised,
-        host_epoch=host_epoch,
-    )
-    pool.on_evict = directory.withdraw
     control = DecodeControl(engine, runtime.set_ready)
-    runtime.server.add(
+    add = runtime.server.add
+    # Reserve answers no by itself; what was promised before a drain is kept. Hence all of them.
+    every = ("*",)
+    add(
         decode_pb2_grpc.add_DecodeServiceServicer_to_server,
         DecodeServicer(engine),
-        # Reserve answers no by itself; what was promised before the drain is kept.
-        while_draining=("*",),
+        while_draining=every,
     )
-    runtime.server.add(
+    add(
         kv_transfer_pb2_grpc.add_KvTransferServiceServicer_to_server,
         engine.transfers,
-        while_draining=("*",),
+        while_draining=every,
     )
-    runtime.server.add(
+    add(
         engine_control_pb2_grpc.add_EngineControlServiceServicer_to_server,
         EngineControlServicer(control, runtime.instance_id, runtime.boot_id, clock),
-        while_draining=("*",),
+        while_draining=every,
     )
-    runtime.server.add(
+    add(
         swa_pb2_grpc.add_SwaPoolServiceServicer_to_server,
-        SwaPoolServicer(pool, host_epoch),
-        while_draining=("*",),
+        SwaPoolServicer(windows.pool),
+        while_draining=every,
     )
     _announce(runtime, engine)
     _count(runtime, engine)
@@ -128,7 +114,7 @@ async def build_engine(
     runtime.on_hand_over(hand_over)
     runtime.on_stop(engine.close)
     runtime.spawn(engine.run(), "engine")
-    runtime.spawn(_report(runtime, control), "decode balancer report")
+    runtime.spawn(_report(runtime, control, ranks), "decode balancer report")
     runtime.spawn(_watch_health(runtime, engine), "health")
     return engine
 
@@ -211,34 +197,17 @@ def _count(runtime: Runtime[DecodeConfig], engine: DecodeEngine) -> None:
         metrics.gauge(name, text).set_function(value)
 
 
-async def _report(runtime: Runtime[DecodeConfig], control: DecodeControl) -> None:
+async def _report(
+    runtime: Runtime[DecodeConfig], control: DecodeControl, ranks: DecodeLbClient
+) -> None:
     """Reports load to the decode balancer's leader for as long as there is one."""
-    version = 0
     while True:
-        address = leader_address(runtime.view, DECODE_LB)
-        if address is None:
-            await runtime.clock.sleep(_RETRY_S)
-            continue
-        stub = decode_lb_pb2_grpc.DecodeLbServiceStub(runtime.channels.get(address))
         with suppress(Failure):
-            async with stream_call(stub.Report) as stream:
-                answers = asyncio.create_task(_read_all(stream), name="report answers")
-                try:
-                    while not answers.done():
-                        if leader_address(runtime.view, DECODE_LB) != address:
-                            break
-                        version += 1
-                        await stream.write(control.balancer_report(version))
-                        await runtime.clock.sleep(runtime.config.report_interval_s)
-                finally:
-                    answers.cancel()
-                    await asyncio.gather(answers, return_exceptions=True)
+            async with ranks.report() as session:
+                while True:
+                    await session.send(control.balancer_report())
+                    await runtime.clock.sleep(runtime.config.report_interval_s)
         await runtime.clock.sleep(_RETRY_S)
-
-
-async def _read_all(stream: object) -> None:
-    async for _ in stream:  # type: ignore[attr-defined]
-        pass
 
 
 async def _watch_health(runtime: Runtime[DecodeConfig], engine: DecodeEngine) -> None:

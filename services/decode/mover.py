@@ -6,37 +6,36 @@ Source: engine.md, section 2.8; kvcache-and-balancing.md, section 13 ("Draining 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from contextlib import suppress
 
 from pelagos.engine.v1 import records_pb2
-from pelagos.lb.v1 import decode_lb_pb2, decode_lb_pb2_grpc
 
 from services.common.errors import Failure, Reason
-from services.common.rpc_client import Channels, call
+from services.common.rpc_client import Channels
 from services.decode.client import DecodeClient
 from services.decode.engine import Target
 from services.engine.records import key_from_proto
 from services.engine.transfer_client import Outgoing
+from services.lb.decode.client import DecodeRanks, PickedRank, PickRequest, pick_rank
 
 log = logging.getLogger(__name__)
 
 _MAX_TRIES = 3
+_PICK_WAIT_S = 2.0
 _PICK_TIMEOUT_S = 5.0
 
 
 class BalancedMover:
-    """`balancer` returns the address of the decode balancer's leader, or None."""
+    """Finds a target through the decode balancer, as a request that moves goes before the queue."""
 
     def __init__(
         self,
         channels: Channels,
-        balancer: Callable[[], str | None],
+        ranks: DecodeRanks,
         own_instance_id: str,
         layout_signature: str,
     ) -> None:
-        self._channels = channels
-        self._balancer = balancer
+        self._ranks = ranks
         self._own = own_instance_id
         self._signature = layout_signature
         self._client = DecodeClient(channels)
@@ -48,19 +47,20 @@ class BalancedMover:
         address: str | None,
         num_tokens: int,
     ) -> Target:
+        """Delivers a request. Raises: the last refusal when nobody takes it."""
+        if address is not None:
+            await self._deliver(record, pieces, address, 0, num_tokens)
+            return Target(address, address)
         excluded = [self._own]
         last = Failure(Reason.NO_INSTANCE, "no engine was asked")
-        for _ in range(1 if address else _MAX_TRIES):
-            rank, instance_id, picked = 0, address or "", address
-            if picked is None:
-                pick = await self._pick(record, num_tokens, excluded)
-                rank, instance_id, picked = pick.rank, pick.instance_id, pick.address
+        for _ in range(_MAX_TRIES):
+            pick = await self._pick(record, num_tokens, excluded)
             try:
-                await self._deliver(record, pieces, picked, rank, num_tokens)
-                return Target(instance_id, picked)
+                await self._deliver(record, pieces, pick.address, pick.rank, num_tokens)
+                return Target(pick.instance_id, pick.address)
             except Failure as failure:
                 last = failure
-                excluded.append(instance_id)
+                excluded.append(pick.instance_id)
                 log.info(
                     "move refused",
                     extra={"request_id": record.key.request_id, "reason": failure.reason.value},
@@ -69,27 +69,22 @@ class BalancedMover:
 
     async def _pick(
         self, record: records_pb2.HandoffRecord, num_tokens: int, excluded: list[str]
-    ) -> decode_lb_pb2.PickRankResponse:
-        balancer = self._balancer()
-        if balancer is None:
-            raise Failure(Reason.NO_INSTANCE, "no decode balancer is known")
-        stub = decode_lb_pb2_grpc.DecodeLbServiceStub(self._channels.get(balancer))
-        request = decode_lb_pb2.PickRankRequest(
+    ) -> PickedRank:
+        request = PickRequest(
             request_id=record.key.request_id,
-            # A move is another pick than the one that brought the request here.
-            attempt=record.key.attempt * 1000 + record.key.epoch,
             num_tokens=num_tokens + self._left(record),
-            handoff=True,
-            exclude_instances=excluded,
+            # A move is another pick than the one that brought the request here.
+            attempt=record.key.attempt * 1000 + 100 * record.key.epoch + len(excluded),
+            is_handoff=True,
+            max_wait_s=_PICK_WAIT_S,
+            exclude_instances=tuple(excluded),
             layout_signature=self._signature,
             tenant=record.spec.namespace.tenant,
         )
-        answer: decode_lb_pb2.PickRankResponse = await call(
-            stub.PickRank, request, timeout_s=_PICK_TIMEOUT_S
-        )
-        if answer.instance_id in excluded:
+        picked = await pick_rank(self._ranks, request, timeout_s=_PICK_TIMEOUT_S)
+        if picked.instance_id in excluded:
             raise Failure(Reason.NO_INSTANCE, "the balancer knows no other engine")
-        return answer
+        return picked
 
     def _left(self, record: records_pb2.HandoffRecord) -> int:
         """Output the request may still make."""

@@ -22,13 +22,14 @@ from statistics import median
 from services.common.clock import Clock
 from services.common.errors import Failure, Reason
 from services.decode import scheduler, speculation
-from services.decode.scheduler import Running, Stop
+from services.decode.scheduler import Running
 from services.decode.sequence import Sequence
 from services.decode.speculation import Curve
 from services.engine.blocks import BlockManager, SlotPool
 from services.engine.layout import Geometry
 from services.engine.requests import FinishReason, TokenOut
 from services.engine.runner import DecodeBatch, DecodeResult, DecodeRow, Masks, ModelRunner
+from services.engine.stop import Stop
 
 log = logging.getLogger(__name__)
 

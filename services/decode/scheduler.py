@@ -6,11 +6,11 @@ Source: engine.md, sections 2.1 to 2.7.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from services.engine.layout import Geometry
+from services.engine.stop import Stop, StopRules, stop_after
 
 
 def blocks_needed(num_tokens: int, in_flight: bool, geometry: Geometry) -> int:
@@ -120,20 +120,6 @@ def next_batch(
 # --- results (2.3) --------------------------------------------------------------------------------
 
 
-class Stop(enum.Enum):
-    STOP = "stop"
-    LENGTH = "length"
-
-
-@dataclass(frozen=True)
-class StopRules:
-    stop_token_ids: frozenset[int]
-    max_tokens: int
-    max_model_len: int
-    ignore_stop: bool = False
-    min_tokens: int = 0
-
-
 @dataclass(frozen=True)
 class StepResult:
     """`kept`: how many of the step's tokens count. `num_cached`: after the step."""
@@ -157,18 +143,6 @@ def on_result(
         if stop is not None:
             return StepResult(kept, num_cached + kept, stop)
     return StepResult(len(token_ids), num_cached + len(token_ids), None)
-
-
-def stop_after(token_id: int, num_tokens: int, num_output: int, rules: StopRules) -> Stop | None:
-    """Whether the sequence ends with this token: stop token, model length, output length."""
-    may_stop = not rules.ignore_stop and num_output >= rules.min_tokens
-    if may_stop and token_id in rules.stop_token_ids:
-        return Stop.STOP
-    if num_tokens > rules.max_model_len:
-        return Stop.LENGTH
-    if num_output >= rules.max_tokens:
-        return Stop.LENGTH
-    return None
 
 
 # --- window copies (2.6) --------------------------------------------------------------------------

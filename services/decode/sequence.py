@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from pelagos.engine.v1 import records_pb2 as pb
 
-from services.decode.scheduler import StopRules
 from services.engine.requests import RequestKey, Sampling, TokenOut, Tokens, Usage
+from services.engine.stop import StopRules
 from services.engine.streams import RequestStream
 
 

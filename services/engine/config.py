@@ -38,6 +38,15 @@ class ModelConfig:
     def vocab_size(self) -> int:
         return self.sim.vocab_size
 
+    @property
+    def image_token_id(self) -> int:
+        return self.sim.ids.image
+
+    @property
+    def time_scale(self) -> float:
+        """Returns how measured step times relate to the cost model's."""
+        return self.sim.time_scale
+
     def make_runner(
         self,
         num_blocks: int,

@@ -8,23 +8,26 @@ would refuse it. Source: engine.md, section 2.7; kvcache-and-balancing.md, secti
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from pelagos.engine.v1 import records_pb2
-from pelagos.kvstore.v1 import store_pb2 as pb
 
-from services.common.clock import SYSTEM_CLOCK, Clock
-from services.common.errors import Failure
-from services.common.rpc_client import StreamCall, stream_call
-
-log = logging.getLogger(__name__)
+from services.engine.tasks import TaskSet
+from services.kvstore.client import Block, PutStatus, TtlClass
 
 _MAX_REMEMBERED = 65_536
-_RETRY_S = 0.5
 _MAX_UNANSWERED = 64
+
+
+class Putter(Protocol):
+    """What the persister needs of a store client."""
+
+    async def put(self, block: Block) -> PutStatus:
+        """Stores one block; puts of one client keep their order."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class FullBlock:
     ttl_class: records_pb2.TtlClass.ValueType
     approximate: bool
     request_id: str
+    tenant: str
 
 
 @dataclass
@@ -59,39 +63,35 @@ class _Queued:
 
 
 class Persister:
-    """One per engine process. `stub` returns the store's stub, or None while none is known."""
+    """One per engine process. `store` returns the store's client, None while none is known."""
 
     def __init__(
         self,
-        stub: Callable[[], object | None],
+        store: Callable[[], Putter | None],
         *,
-        layout_fingerprint: bytes,
+        layout: bytes,
         writer_id: str,
         block_bytes: int,
         max_queue_bytes: int,
         by_decode: bool,
-        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.counts = PersistCounts()
-        self._stub = stub
-        self._fingerprint = layout_fingerprint
+        self._store = store
+        self._layout = layout
         self._writer_id = writer_id
         self._max_queued = max(1, max_queue_bytes // block_bytes)
         self._by_decode = by_decode
-        self._clock = clock
         self._queue: deque[_Queued] = deque()
-        self._unanswered: OrderedDict[int, _Queued] = OrderedDict()
+        self._puts = TaskSet()
         # Keys that are in the store as far as we know: persisted at most once per engine.
         self._known: OrderedDict[bytes, None] = OrderedDict()
-        self._dropped: OrderedDict[bytes, None] = OrderedDict()
+        self._missing: OrderedDict[bytes, None] = OrderedDict()
         self._wake = asyncio.Event()
-        self._answered = asyncio.Event()
-        self._next_seq = 1
 
     @property
     def num_queued(self) -> int:
         """Blocks that wait or are on the way; each holds a pin."""
-        return len(self._queue) + len(self._unanswered)
+        return len(self._queue) + len(self._puts)
 
     def offer(
         self, block: FullBlock, pin: Callable[[], Callable[[], None]], read: Callable[[], bytes]
@@ -106,106 +106,74 @@ class Persister:
             self._known.move_to_end(block.key)
             self.counts.known += 1
             return False
-        full = len(self._queue) + len(self._unanswered) >= self._max_queued
-        if full or block.parent_key in self._dropped or self._stub() is None:
+        full = self.num_queued >= self._max_queued
+        if full or block.parent_key in self._missing or self._store() is None:
             self.counts.dropped += 1
-            _remember(self._dropped, block.key)
+            _remember(self._missing, block.key)
             return False
-        self._dropped.pop(block.key, None)
+        self._missing.pop(block.key, None)
+        _remember(self._known, block.key)
         self._queue.append(_Queued(block, read, pin()))
         self._wake.set()
         return True
 
     async def run(self) -> None:
         """Sends until cancelled; a store that is away costs the blocks on their way."""
-        while True:
-            await self._wake.wait()
-            stub = self._stub()
-            if stub is None:
-                self._drop_all()
-                continue
-            try:
-                async with stream_call(stub.Put) as stream:  # type: ignore[attr-defined]
-                    reader = asyncio.create_task(self._read(stream), name="put answers")
-                    try:
-                        await self._write(stream, reader)
-                    finally:
-                        reader.cancel()
-                        await asyncio.gather(reader, return_exceptions=True)
-            except Failure as failure:
-                log.warning("store lost", extra={"reason": failure.reason.value})
-                self._drop_all()
-                await self._clock.sleep(_RETRY_S)
-            except asyncio.CancelledError:
-                self._drop_all()
-                raise
-
-    async def _write(self, stream: StreamCall[object, pb.PutResponse], reader: object) -> None:
-        assert isinstance(reader, asyncio.Task)
-        while True:
-            if reader.done():
-                reader.result()
-                return
-            if not self._queue or len(self._unanswered) >= _MAX_UNANSWERED:
+        try:
+            while True:
+                while self._queue and len(self._puts) < _MAX_UNANSWERED:
+                    item = self._queue.popleft()
+                    self._puts.start(self._put(item), "put")
                 self._wake.clear()
-                self._answered.clear()
-                waits = [
-                    asyncio.ensure_future(self._wake.wait()),
-                    asyncio.ensure_future(self._answered.wait()),
-                ]
-                try:
-                    await asyncio.wait([*waits, reader], return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    for wait in waits:
-                        wait.cancel()
-                continue
-            item = self._queue.popleft()
-            seq, self._next_seq = self._next_seq, self._next_seq + 1
-            self._unanswered[seq] = item
-            block = item.block
-            await stream.write(
-                pb.PutRequest(
-                    put_seq=seq,
-                    key=block.key,
-                    parent_key=block.parent_key,
-                    block_index=block.index + 1,
-                    token_ids=block.token_ids,
-                    extra=block.extra,
-                    layout_fingerprint=self._fingerprint,
-                    ttl_class=block.ttl_class,
-                    payload=item.read(),
-                    by_decode=self._by_decode,
-                    approximate=block.approximate,
-                    writer_id=self._writer_id,
-                    request_id=block.request_id,
-                )
-            )
+                await self._wake.wait()
+        finally:
+            for item in self._queue:
+                item.unpin()
+            self._queue.clear()
+            await self._puts.close()
 
-    async def _read(self, stream: StreamCall[object, pb.PutResponse]) -> None:
-        async for answer in stream:
-            item = self._unanswered.pop(answer.put_seq, None)
-            if item is None:
-                continue
+    async def _put(self, item: _Queued) -> None:
+        status = PutStatus.LOST
+        try:
+            store = self._store()
+            if store is not None:
+                status = await store.put(self._message(item))
+        finally:
             item.unpin()
-            if answer.status == pb.PUT_STATUS_COMMITTED:
-                self.counts.persisted += 1
-                _remember(self._known, item.block.key)
-            elif answer.status == pb.PUT_STATUS_EXISTS:
-                self.counts.known += 1
-                _remember(self._known, item.block.key)
+            self._count(item.block.key, status)
+            self._wake.set()
+
+    def _message(self, item: _Queued) -> Block:
+        block = item.block
+        agent = block.ttl_class == records_pb2.TTL_CLASS_AGENT
+        return Block(
+            key=block.key,
+            parent_key=block.parent_key,
+            index=block.index + 1,
+            token_ids=block.token_ids,
+            layout=self._layout,
+            ttl_class=TtlClass.AGENT if agent else TtlClass.CHAT,
+            payload=item.read(),
+            extra=block.extra,
+            by_decode=self._by_decode,
+            approximate=block.approximate,
+            writer_id=self._writer_id,
+            request_id=block.request_id,
+            tenant=block.tenant,
+        )
+
+    def _count(self, key: bytes, status: PutStatus) -> None:
+        if status is PutStatus.COMMITTED:
+            self.counts.persisted += 1
+        elif status is PutStatus.EXISTS:
+            self.counts.known += 1
+        else:
+            self._known.pop(key, None)
+            _remember(self._missing, key)
+            if status in (PutStatus.LOST, PutStatus.DROPPED):
+                self.counts.dropped += 1
             else:
                 self.counts.refused += 1
-                _remember(self._dropped, item.block.key)
-            self._answered.set()
-
-    def _drop_all(self) -> None:
-        self._wake.clear()
-        for item in [*self._unanswered.values(), *self._queue]:
-            item.unpin()
-            _remember(self._dropped, item.block.key)
-            self.counts.dropped += 1
-        self._unanswered.clear()
-        self._queue.clear()
 
 
 def _remember(known: OrderedDict[bytes, None], key: bytes) -> None:

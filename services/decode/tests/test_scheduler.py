@@ -6,8 +6,6 @@ from hypothesis import strategies as st
 
 from services.decode.scheduler import (
     Running,
-    Stop,
-    StopRules,
     blocks_needed,
     blocks_reserved,
     copy_confirmed,
@@ -21,6 +19,7 @@ from services.decode.scheduler import (
     pick_victim,
 )
 from services.engine.layout import Geometry
+from services.engine.stop import Stop, StopRules
 
 FLASH = Geometry()
 NANO = Geometry(block_tokens=8, window=8, keep_tokens=16)
