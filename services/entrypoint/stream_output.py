@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 
 # More held tokens than any engine's window: the engine does not honour credits.
 _MAX_HELD_BYTES: Final = 4 * 65_536
-# How many steps to turn into events at once after a pause; an event takes some 300 bytes.
-_RELEASE_STEPS: Final = 256
 # A comment may leave this much early, so that with a tick a second none is late.
 _TICK_SLACK_S: Final = 1.5
 _FAILURE_GRACE_S: Final = 1.0
@@ -77,6 +75,8 @@ class StreamOutput:
         self._comment_due = False
         self._pending_finish: recipe.ParseFinish.ValueType | None = None
         self._num_frames = 0
+        self._num_steps = 0
+        self._num_event_bytes = 0
         self._response_id = ""
 
     @property
@@ -129,6 +129,7 @@ class StreamOutput:
         """Takes the codec's events."""
         if self._is_stream and result.sse:
             self._buffer.add(result.sse)
+            self._num_event_bytes += len(result.sse)
         if result.error:
             self._parse_lost = True
             self._fail(Failure(Reason.INTERNAL, "the codec could not parse the output"))
@@ -206,6 +207,7 @@ class StreamOutput:
         if self._parsed is None:
             return
         self._say_ready()
+        self._num_steps += 1
         self._parsed.tokens(delivered.token_ids, delivered.logprobs, delivered.top)
 
     def _say_ready(self) -> None:
@@ -242,7 +244,7 @@ class StreamOutput:
     def _after_send(self) -> None:
         """Goes on with held tokens, and gives the engine credit for what has left."""
         if self._buffer.has_held:
-            for delivered in self._buffer.release(_RELEASE_STEPS):
+            for delivered in self._buffer.release(self._num_steps_that_fit()):
                 self._parse(delivered)
             if self._buffer.has_held:
                 return
@@ -251,6 +253,11 @@ class StreamOutput:
                 self._parsed.finish(self._pending_finish)
         if self._generation is not None:
             self._generation.acknowledge(self._generation.num_output_tokens)
+
+    def _num_steps_that_fit(self) -> int:
+        """Returns how many held steps may become events, by the size of those so far."""
+        step_bytes = max(64, self._num_event_bytes // max(1, self._num_steps))
+        return max(1, self._buffer.max_bytes // step_bytes)
 
     async def _send_folded(self) -> None:
         headers: Headers = [

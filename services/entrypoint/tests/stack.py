@@ -68,6 +68,7 @@ class FakeCodec(recipe_pb2_grpc.RecipeServiceServicer):
         self.num_items = 0
         self.num_open = 0
         self.stop_text = ""
+        self.padding = ""  # makes every event larger
         self.constraint: tuple[str, str] = ("", "")
         self.break_parse = asyncio.Event()
         self._calls: set[Any] = set()
@@ -126,7 +127,7 @@ class FakeCodec(recipe_pb2_grpc.RecipeServiceServicer):
             for item in request.items:
                 kind = item.WhichOneof("step")
                 if kind == "open":
-                    streams[item.stream_id] = _FakeParse(item.open, self.stop_text)
+                    streams[item.stream_id] = _FakeParse(item.open, self.stop_text, self.padding)
                 stream = streams.get(item.stream_id)
                 if stream is None:
                     continue
@@ -144,9 +145,10 @@ class FakeCodec(recipe_pb2_grpc.RecipeServiceServicer):
 
 
 class _FakeParse:
-    def __init__(self, opened: recipe.ParseOpen, stop_text: str) -> None:
+    def __init__(self, opened: recipe.ParseOpen, stop_text: str, padding: str) -> None:
         self._id = opened.response_id
         self._stop = stop_text
+        self._padding = padding
         self._text = ""
         self._usage: dict[str, int] = {}
         self._num_tokens = 0
@@ -183,7 +185,7 @@ class _FakeParse:
 
     def _frame(self, delta: dict[str, Any], reason: str | None = None, usage: Any = None) -> bytes:
         choice = {"index": 0, "delta": delta, "finish_reason": reason}
-        document: dict[str, Any] = {"id": self._id, "choices": [choice]}
+        document: dict[str, Any] = {"id": self._id, "pad": self._padding, "choices": [choice]}
         if usage is not None:
             document["usage"] = usage
         return b"data: " + json.dumps(document).encode() + b"\n\n"

@@ -365,10 +365,11 @@ async def test_p_12_a_slow_reader_stops_its_engine_and_nobody_else(tmp_path: Pat
     limits = Limits(stream_buffer_bytes=16 * 1024)
     async with running_stack(tmp_path, limits=limits) as stack:
         engine = stack.decode[0]
-        engine.window_tokens = 2048
+        engine.window_tokens = 128
+        stack.codec.padding = "p" * 16_384  # more than the kernel buffers of a connection take
         host, port = stack.base_url.removeprefix("http://").split(":")
-        body = json.dumps(stack.chat(max_tokens=60_000, stream=True)).encode()
-        reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+        body = json.dumps(stack.chat(max_tokens=800, stream=True)).encode()
+        reader, writer = await asyncio.open_connection(host, int(port), limit=1 << 16)
         writer.write(
             b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
             + f"authorization: Bearer {stack.key}\r\n".encode()
@@ -381,9 +382,10 @@ async def test_p_12_a_slow_reader_stops_its_engine_and_nobody_else(tmp_path: Pat
                 before = engine.num_emitted
                 await asyncio.sleep(0.02)
                 quiet = quiet + 1 if engine.num_emitted == before and before > 0 else 0
-        assert engine.num_emitted < 60_000
+        assert engine.num_emitted < 800
         output = next(iter(stack.parts.outputs))
-        assert output.num_waiting_bytes <= 2 * limits.stream_buffer_bytes + 64 * 1024
+        # What was on its way to the codec and back when the bound was reached comes on top.
+        assert output.num_waiting_bytes <= limits.stream_buffer_bytes + 16 * 17_000
         others = await stack.post(stack.chat(max_tokens=5))
         assert others.json()["content"] == text_of(5)
         received = bytearray()
@@ -391,7 +393,7 @@ async def test_p_12_a_slow_reader_stops_its_engine_and_nobody_else(tmp_path: Pat
             while b"[DONE]" not in received[-200:]:
                 received += await reader.read(1 << 16)
         text = "".join(_unchunk(bytes(received)))
-        assert content_of(text) == text_of(60_000)
+        assert content_of(text) == text_of(800)
         writer.close()
         await stack.idle()
 
@@ -413,9 +415,10 @@ async def test_p_12_a_reader_without_progress_is_closed(tmp_path: Path) -> None:
     limits = Limits(stream_buffer_bytes=16 * 1024, stream_progress_timeout_s=0.3)
     async with running_stack(tmp_path, limits=limits) as stack:
         stack.decode[0].window_tokens = 4096
+        stack.codec.padding = "p" * 16_384
         host, port = stack.base_url.removeprefix("http://").split(":")
         body = json.dumps(stack.chat(max_tokens=100_000, stream=True)).encode()
-        reader, writer = await asyncio.open_connection(host, int(port), limit=1024)
+        reader, writer = await asyncio.open_connection(host, int(port), limit=1 << 16)
         writer.write(
             b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
             + f"authorization: Bearer {stack.key}\r\n".encode()
