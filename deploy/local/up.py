@@ -1,0 +1,135 @@
+"""`pelagos up`: starts the local stack, says how to talk to it, stops it on Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+from deploy.local.etcd import EtcdFailed, EtcdMissing
+from deploy.local.plan import StackConfig
+from deploy.local.process import StartFailed
+from deploy.local.stack import Stack, StackRunning
+from services.common.config import ConfigError, load, usage
+
+DEFAULT_HTTP_PORT: Final = 8000
+# `--engine torch` needs the extra; a quick start must not fail on a port that is taken.
+_MESSAGE: Final = """
+ready in {seconds:.0f} s: {count} processes, engine {engine}
+
+  address   {url}
+  key       {key_file}
+  logs      {logs}
+
+try it (in another terminal):
+
+  curl -s {url}/v1/chat/completions \\
+    -H "Authorization: Bearer $(cat '{key_file}')" -H 'Content-Type: application/json' \\
+    -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello, ocean"}}]}}'
+
+  pelagos chat      pelagos status      Ctrl-C stops everything
+"""
+
+
+@dataclass(frozen=True)
+class UpConfig(StackConfig):
+    """The stack, and what only the command needs."""
+
+    http_port: int = DEFAULT_HTTP_PORT
+    model: str = "deepseek-v4.1-flash"
+    exit_when_ready: bool = False  # start, print, stop: a smoke test
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the stack until it is told to stop. 0: stopped as asked; 1: it failed; 2: bad flags."""
+    args = list(argv or ())
+    if "--help" in args or "-h" in args:
+        print(usage(UpConfig, "up").replace("pelagos serve up", "pelagos up"))
+        return 0
+    try:
+        loaded = load(UpConfig, "up", args, os.environ)
+    except ConfigError as error:
+        print(f"pelagos up: {error}", file=sys.stderr)
+        return 2
+    if loaded.check_only:
+        return 0
+    return asyncio.run(_up(loaded.config))
+
+
+async def _up(config: UpConfig) -> int:
+    loop = asyncio.get_running_loop()
+    stopping = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        loop.add_signal_handler(number, stopping.set)
+    config = replace(config, http_port=free_port_or_any(config.http_port))
+    phase = "starting "
+    stack = Stack(config, on_progress=lambda text: _say(f"{phase}{text}"))
+    started_s = loop.time()
+    try:
+        start = asyncio.ensure_future(stack.start())
+        asked = asyncio.ensure_future(stopping.wait())
+        await asyncio.wait({start, asked}, return_when=asyncio.FIRST_COMPLETED)
+        if start.done():
+            await start  # raises what went wrong
+            _announce(stack, config, loop.time() - started_s)
+            phase = ""
+            if not config.exit_when_ready:
+                await asked
+        else:
+            start.cancel()
+            await asyncio.gather(start, return_exceptions=True)
+        asked.cancel()
+        return 0
+    except StackRunning as error:
+        _say(f"{error}; `pelagos status` shows it")
+        return 1
+    except (StartFailed, EtcdMissing, EtcdFailed) as error:
+        _say(f"failed: {error}")
+        _say("`pelagos doctor` looks for what is wrong with this machine")
+        return 1
+    finally:
+        phase = "stopping "
+        await stack.stop()
+
+
+def _announce(stack: Stack, config: UpConfig, seconds: float) -> None:
+    print(
+        _MESSAGE.format(
+            seconds=seconds,
+            count=len(list(stack)) + 1,
+            engine=config.engine,
+            url=stack.base_url,
+            key_file=stack.api_key_file,
+            logs=stack.folder / "logs",
+            model=config.model,
+        ),
+        flush=True,
+    )
+
+
+def free_port_or_any(port: int) -> int:
+    """Returns the port when nobody listens on it, else 0 for any free one."""
+    if port:
+        with socket.socket() as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                _say(f"port {port} is taken, using a free one")
+                return 0
+    return port
+
+
+def default_folder() -> Path:
+    """Returns where the stack of this checkout lies."""
+    return StackConfig().folder
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
