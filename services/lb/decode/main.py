@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pelagos.lb.v1 import decode_lb_pb2_grpc as rpc
 
 from services.common.service import Runtime, run_service
+from services.lb.autoscaler.client import AutoscalerClient, DemandReporter
+from services.lb.autoscaler.client import leader_of as autoscaler_leader_of
 from services.lb.decode.config import LEADER, DecodeLbConfig
 from services.lb.decode.server import DecodeLbServicer
 from services.lb.leadership import lead
@@ -20,6 +22,11 @@ async def build(runtime: Runtime[DecodeLbConfig]) -> None:
     runtime.server.add(
         rpc.add_DecodeLbServiceServicer_to_server, servicer, while_draining=("ReturnRank",)
     )
+    autoscaler = AutoscalerClient(runtime.channels, autoscaler_leader_of(runtime.view))
+    reporter = DemandReporter(
+        autoscaler, "decode", runtime.instance_id, servicer.demand, runtime.clock
+    )
+    runtime.spawn(reporter.run(), "demand")
     hub = servicer.hub
     runtime.spawn(hub.run_batches(), "batches")
     runtime.spawn(hub.run_lapses(), "lapses")

@@ -90,6 +90,13 @@ class DecodeLbServicer(rpc.DecodeLbServiceServicer):
                 self.hub.dispatch(dec.Lost(last.instance_id, last.boot_id))
                 log.info("engine's reports ended", extra={"engine": last.instance_id})
 
+    def demand(self) -> float | None:
+        """Returns the requests in computation or waiting for it; None for a standby."""
+        if self._leadership is None or not self._leadership.term or not self.hub.is_active:
+            return None
+        loads = self.hub.balancer.rank_loads(self._clock.now_s())
+        return float(sum(load.num_requests for load in loads) + self.hub.balancer.num_waiting)
+
     # -- loops
 
     async def run_upkeep(self) -> None:

@@ -178,6 +178,8 @@ class PrefillBalancer:
         self._ended.pop(work.request_id, None)
         item = Item(work, bucket, place, arrived_s, cost_ns)
         self._items[work.key] = item
+        if ended is None:  # asked for the first time
+            self.counters.missed_tokens += work.num_tokens - work.num_present
         self._count(work, 1)
         self._arrived_ns[bucket] += cost_ns
         until_s = min(work.deadline_s, arrived_s + config.max_queue_wait_s)

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pelagos.lb.v1 import prefill_lb_pb2_grpc as rpc
 
 from services.common.service import Runtime, run_service
+from services.lb.autoscaler.client import AutoscalerClient, DemandReporter
+from services.lb.autoscaler.client import leader_of as autoscaler_leader_of
 from services.lb.leadership import lead
 from services.lb.prefill.config import PrefillLbConfig, leader_name
 from services.lb.prefill.server import PrefillLbServicer
@@ -23,6 +25,11 @@ async def build(runtime: Runtime[PrefillLbConfig]) -> None:
     runtime.spawn(servicer.run_ticks(), "ticks")
     runtime.spawn(servicer.follow_cost_models(runtime.store, runtime.keys), "cost models")
     runtime.spawn(servicer.publish_buckets(runtime.store, runtime.keys), "buckets")
+    autoscaler = AutoscalerClient(runtime.channels, autoscaler_leader_of(runtime.view))
+    reporter = DemandReporter(
+        autoscaler, "prefill", runtime.instance_id, servicer.demand, runtime.clock
+    )
+    runtime.spawn(reporter.run(), "demand")
     hub = servicer.hub
     runtime.census.register("prefill_lb", "streams", lambda: hub.num_pulls)
     runtime.census.register("prefill_lb", "requests", lambda: hub.num_submissions)

@@ -38,6 +38,7 @@ class PrefillLbServicer(rpc.PrefillLbServiceServicer):
         self._leadership: Leadership | None = None
         self._cost_models: dict[str, CostModel] = {}
         self._buckets: ev.PublishBuckets | None = None
+        self._demand_seen = (clock.now_s(), 0)
         self.hub = PrefillHub(
             config.rules, clock, config.cost, config.max_commands, self._note_buckets
         )
@@ -149,6 +150,16 @@ class PrefillLbServicer(rpc.PrefillLbServiceServicer):
             self.hub.tick()
             self._metrics.update()
             await self._clock.sleep(self._config.tick_s)
+
+    def demand(self) -> float | None:
+        """Returns the missed tokens per second since it was last asked; None for a standby."""
+        now_s, total = self._clock.now_s(), self.hub.counters.missed_tokens
+        before_s, before = self._demand_seen
+        self._demand_seen = (now_s, total)
+        if self._leadership is None or not self._leadership.term or now_s <= before_s:
+            return None
+        # A new term counts from zero again.
+        return (total - before if total >= before else total) / (now_s - before_s)
 
     async def follow_cost_models(self, store: StorePort, keys: Keys) -> None:
         """Keeps the fitted cost models current, by engine type."""

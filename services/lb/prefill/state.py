@@ -104,6 +104,7 @@ class Counters:
     """Totals for the metrics."""
 
     offers: int = 0
+    missed_tokens: int = 0  # submitted and not in the cache: the autoscaler's demand
     steals: int = 0
     bucket_moves: int = 0
     requeued: int = 0

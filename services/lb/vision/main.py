@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pelagos.lb.v1 import vision_lb_pb2_grpc as rpc
 
 from services.common.service import Runtime, run_service
+from services.lb.autoscaler.client import AutoscalerClient, DemandReporter
+from services.lb.autoscaler.client import leader_of as autoscaler_leader_of
 from services.lb.vision.config import VisionLbConfig
 from services.lb.vision.server import VisionLbServicer
 
@@ -21,6 +23,15 @@ async def build(runtime: Runtime[VisionLbConfig]) -> None:
         while_draining=("ReleaseCard", "Register"),
     )
     balancer = servicer.balancer
+    autoscaler = AutoscalerClient(runtime.channels, autoscaler_leader_of(runtime.view))
+    reporter = DemandReporter(
+        autoscaler,
+        "vision",
+        runtime.instance_id,
+        lambda: float(sum(balancer.loads().values())),
+        runtime.clock,
+    )
+    runtime.spawn(reporter.run(), "demand")
     runtime.census.register("vision_lb", "leases", lambda: balancer.census()["tickets"])
     runtime.census.register("vision_lb", "entries", lambda: balancer.census()["cards"])
 
