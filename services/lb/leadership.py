@@ -75,11 +75,11 @@ class Leadership:
     def _may_decide(self) -> bool:
         if not self._term:
             return False
-        if self._election.is_leader:
-            return True
         leader = self._view.leader(self._service)
         is_ours = leader is None or leader.instance_id == self._instance_id
-        return is_ours and not self._view.is_healthy
+        if self._view.is_healthy and leader is not None and leader.term > self._term:
+            return is_ours  # seen before our own lease has run out
+        return self._election.is_leader or (is_ours and not self._view.is_healthy)
 
 
 def lead(
