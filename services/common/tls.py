@@ -30,6 +30,7 @@ class TlsFiles:
 
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
     """Returns credentials that demand a client certificate and follow renewed files."""
+    first = _certificates(files)
     last = _stamp(files)
 
     def fetch() -> object:
@@ -45,9 +46,7 @@ def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
         last = now
         return loaded
 
-    return grpc.dynamic_ssl_server_credentials(
-        _certificates(files), fetch, require_client_authentication=True
-    )
+    return grpc.dynamic_ssl_server_credentials(first, fetch, require_client_authentication=True)
 
 
 def channel_credentials(files: TlsFiles) -> grpc.ChannelCredentials:
