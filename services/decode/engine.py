@@ -731,9 +731,6 @@ def _name(key: RequestKey) -> str:
 
 
 def _matches(wanted: RequestKey, key: RequestKey) -> bool:
-    """Whether an abort is meant for this attempt; epoch and attempt 0 mean any."""
-    return (
-        wanted.stream == key.stream
-        and wanted.attempt in (0, key.attempt)
-        and wanted.epoch in (0, key.epoch)
-    )
+    """Whether an abort is meant for this owner; epoch and attempt both 0 mean any."""
+    any_ = (wanted.attempt, wanted.epoch) == (0, 0)
+    return wanted.stream == key.stream and (any_ or wanted == key)

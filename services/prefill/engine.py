@@ -39,7 +39,7 @@ from services.engine.streams import StreamHub
 from services.engine.tasks import TaskSet
 from services.prefill import deps, scheduler
 from services.prefill.config import PrefillConfig
-from services.prefill.handoff import Handoff, Room
+from services.prefill.handoff import Handoff, Room, blames_the_instance
 from services.prefill.rank import PrefillRank
 from services.prefill.scheduler import Ledger, StepLimits, StepPlan
 from services.prefill.work import Phase, Work
@@ -443,7 +443,8 @@ class PrefillEngine:
                         )
                         if attempt == self.config.handoff_attempts:
                             raise
-                        excluded.append(room.instance_id)
+                        if blames_the_instance(failure):
+                            excluded.append(room.instance_id)
         work.task = None
         work.committed = True  # the decode engine persists the prompt
         self._end(work, room)
@@ -470,8 +471,8 @@ class PrefillEngine:
         work = self._works.get(key.stream)
         if work is None or work.ended:
             return False
-        if key.attempt not in (0, work.key.attempt) or key.epoch not in (0, work.key.epoch):
-            return False
+        if (key.attempt, key.epoch) != (0, 0) and key != work.key:
+            return False  # meant for another attempt; both 0 mean any
         self._end(work, FinishReason.ABORT)
         return True
 

@@ -40,6 +40,21 @@ class Room:
     reservation_id: str
 
 
+def blames_the_instance(failure: Failure) -> bool:
+    """Whether another engine should be asked: this one is gone, full, leaving or different.
+
+    A reservation that lapsed or bytes that did not agree may do better at the same one.
+    """
+    return failure.reason in (
+        Reason.BACKEND_LOST,
+        Reason.ENGINE_FULL,
+        Reason.DRAINING,
+        Reason.LAYOUT_MISMATCH,
+        Reason.WRONG_ROLE,
+        Reason.INTERNAL,
+    )
+
+
 class Handoff:
     """Asks the decode balancer for ranks and delivers sequences to them."""
 
@@ -70,11 +85,12 @@ class Handoff:
         left = max(1, work.sampling.max_tokens - work.num_resumed)
         last = Failure(Reason.NO_INSTANCE, "no decode engine was asked")
         for _ in range(self._attempts):
+            work.num_picks += 1
             request = PickRequest(
                 request_id=work.key.request_id,
                 num_tokens=work.num_tokens + left,
                 # Picks are idempotent per number: a try after a refusal is another pick.
-                attempt=work.key.attempt * 1000 + len(excluded),
+                attempt=work.key.attempt * 1000 + work.num_picks,
                 max_wait_s=self._pick_wait_s,
                 exclude_instances=tuple(excluded),
                 layout_signature=signature,
@@ -94,7 +110,8 @@ class Handoff:
                 return replace(room, reservation_id=held.reservation_id)
             except Failure as failure:
                 last = failure
-                excluded.append(pick.instance_id)
+                if blames_the_instance(failure):
+                    excluded.append(pick.instance_id)
                 await self._return(request, pick.instance_id, failure)
                 if failure.reason is Reason.NOT_FITTING:
                     raise

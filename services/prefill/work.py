@@ -54,6 +54,7 @@ class Work:
     usage: Usage = field(default_factory=Usage)
     task: asyncio.Task[Any] | None = None  # what it waits for outside the step loop
     reservation: asyncio.Task[Any] | None = None  # room on a decode rank, asked for early
+    num_picks: int = 0  # decode ranks asked for
     ended: bool = False
     committed: bool = False  # its prompt blocks reach the store
     engine_fault: bool = False

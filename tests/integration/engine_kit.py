@@ -55,7 +55,10 @@ class Engine:
         return self.runtime.address
 
     async def kill(self) -> None:
-        """Ends the instance without a drain; its connections break."""
+        """Stops the instance where it stands; its connections break. Nothing is handed over."""
+        for task in self.runtime._tasks:
+            if task.get_name() == "engine":
+                task.cancel()
         await self.stack.aclose()
 
 
