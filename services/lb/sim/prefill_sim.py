@@ -39,9 +39,32 @@ class Job:
     bucket: int
 
 
+@dataclass(frozen=True)
+class Outcome:
+    """Waits in order of start, and the seconds each engine was busy."""
+
+    waits_s: tuple[float, ...]
+    busy_s: tuple[float, ...]
+
+    @property
+    def mean_wait_s(self) -> float:
+        """Returns the mean time between arrival and start."""
+        return sum(self.waits_s) / len(self.waits_s)
+
+    @property
+    def p95_wait_s(self) -> float:
+        """Returns the time that 95 of 100 requests do not wait longer than."""
+        return sorted(self.waits_s)[int(0.95 * (len(self.waits_s) - 1))]
+
+    @property
+    def imbalance(self) -> float:
+        """Returns the busiest engine over the mean."""
+        return max(self.busy_s) * len(self.busy_s) / sum(self.busy_s)
+
+
 @dataclass
 class _Pool:
-    """Sixteen engines, their lanes and the queues in front of them."""
+    """The engines, their lanes and the queues in front of them."""
 
     lane_of: list[int]
     steal: Steal
@@ -79,10 +102,8 @@ def jobs_of(trace: Sequence[TraceRequest], setup: PrefillSetup, model: CostModel
     ]
 
 
-def mean_wait_s(
-    jobs: Sequence[Job], setup: PrefillSetup, steal: Steal, buckets: bool = True
-) -> float:
-    """Returns the mean seconds between arrival and start. `buckets=False`: one shared FIFO."""
+def replay(jobs: Sequence[Job], setup: PrefillSetup, steal: Steal, buckets: bool = True) -> Outcome:
+    """Returns how jobs and engines fared. `buckets=False`: one shared FIFO."""
     num_buckets = len(setup.start_lanes) if buckets else 1
     starts = setup.start_lanes if buckets else (setup.num_engines,)
     lanes = [lane for lane, count in enumerate(starts) for _ in range(count)]
@@ -91,10 +112,10 @@ def mean_wait_s(
     finishes: list[tuple[float, int, int]] = []
     order = itertools.count()
     next_round_s = setup.round_s
-    waited_s = 0.0
+    waits_s: list[float] = []
+    busy_s = [0.0] * setup.num_engines
     arrivals = deque(jobs)
-    num_started = 0
-    while num_started < len(jobs):
+    while len(waits_s) < len(jobs):
         now_s = min(
             arrivals[0].arrived_s if arrivals else float("inf"),
             finishes[0][0] if finishes else float("inf"),
@@ -114,21 +135,23 @@ def mean_wait_s(
             arrived_work[bucket] += job.work_s
         while (start := pool.next_start()) is not None:
             engine, job = start
-            waited_s += now_s - job.arrived_s
-            num_started += 1
+            waits_s.append(now_s - job.arrived_s)
+            busy_s[engine] += job.work_s
             heapq.heappush(finishes, (now_s + job.work_s, next(order), engine))
-    return waited_s / len(jobs)
+    return Outcome(tuple(waits_s), tuple(busy_s))
 
 
-def round_robin_mean_wait_s(jobs: Sequence[Job], num_engines: int) -> float:
-    """Returns the mean wait when request i goes to engine i mod N, whatever it holds."""
-    free_s = [0.0] * num_engines
-    waited_s = 0.0
+def replay_round_robin(jobs: Sequence[Job], num_engines: int) -> Outcome:
+    """Returns how it goes when request i goes to engine i mod N, whatever it holds."""
+    free_s, busy_s = [0.0] * num_engines, [0.0] * num_engines
+    waits_s: list[float] = []
     for index, job in enumerate(jobs):
-        start_s = max(job.arrived_s, free_s[index % num_engines])
-        waited_s += start_s - job.arrived_s
-        free_s[index % num_engines] = start_s + job.work_s
-    return waited_s / len(jobs)
+        engine = index % num_engines
+        start_s = max(job.arrived_s, free_s[engine])
+        waits_s.append(start_s - job.arrived_s)
+        free_s[engine] = start_s + job.work_s
+        busy_s[engine] += job.work_s
+    return Outcome(tuple(waits_s), tuple(busy_s))
 
 
 def _redivide(pool: _Pool, arrived_work: Sequence[float], setup: PrefillSetup) -> None:
