@@ -24,13 +24,12 @@ from services.kvstore.backends.base import ReadStatus
 from services.kvstore.check.match import Matcher
 from services.kvstore.check.replica import Replica
 from services.kvstore.check.server import CheckServicer, StoreLink
-from services.kvstore.checksums import Buffer
 from services.kvstore.client import SwaDirectoryClient
 from services.kvstore.formats import FLAG_APPROXIMATE, Record, State
 from services.kvstore.hash_chain import SessionChains
 from services.kvstore.index_table import EPOCH_S
 from services.kvstore.storage.meta import CommitOutcome, LogPart, Meta
-from services.kvstore.store.blocks import PIN_TTL_S, BlockRead, NewBlock, Outcome, StoreStat
+from services.kvstore.store.blocks import PIN_TTL_S, BlockRead, NewBlock, Outcome, Room, StoreStat
 from services.kvstore.store.fetch import Fetcher
 from services.kvstore.store.put import Putter
 from services.kvstore.store.rings import RingCache
@@ -57,7 +56,7 @@ class MemoryBlocks:
         fields = self.meta.get(key[:16])
         return None if fields is None else self._blocks.get((key[:16], fields[0]))
 
-    async def get(self, key: bytes, layout: bytes, out: Buffer) -> BlockRead:
+    async def get(self, key: bytes, layout: bytes, room: Room) -> BlockRead:
         """Reads a block."""
         block = self._find(key)
         if block is None:
@@ -65,6 +64,9 @@ class MemoryBlocks:
         if block.key != key:
             return BlockRead(ReadStatus.WRONG_KEY)
         if block.layout != layout:
+            return BlockRead(ReadStatus.WRONG_LAYOUT)
+        out = room(len(block.payload))
+        if out is None:
             return BlockRead(ReadStatus.WRONG_LAYOUT)
         memoryview(out)[:] = block.payload
         return BlockRead(ReadStatus.OK, len(out), bool(block.flags & FLAG_APPROXIMATE))

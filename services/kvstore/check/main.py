@@ -115,9 +115,11 @@ async def build(runtime: Runtime[CheckConfig]) -> None:
     )
     runtime.census.register("kv.check", "queued", lambda: link.num_queued)
     runtime.census.register("kv.check", "entries", lambda: len(sessions))
-    if config.store:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_FIRST_COPY_S):
+    with suppress(TimeoutError):
+        async with asyncio.timeout(_FIRST_COPY_S):
+            if not config.store:
+                await runtime.view.wait_synced()
+            if store_address() is not None:
                 await link.level.wait()
 
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import logging
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -30,6 +31,8 @@ from services.kvstore.index_table import EPOCH_S
 from services.kvstore.placement import OBJECT_HEADER_BYTES
 from services.kvstore.storage.meta import CommitOutcome, LogPart
 from services.kvstore.storage.node import Node
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -84,15 +87,20 @@ class StoreStat:
     num_pins: int
 
 
+# Gives a buffer of exactly so many bytes, or None when there is none so large.
+Room = Callable[[int], Buffer | None]
+
+
 class BlockStore(Protocol):
     """What STORE needs of the storage below it."""
 
     def block_bytes(self, key: bytes) -> int | None:
-        """Returns the payload length of a stored block; None when it is not known to be stored."""
+        """Returns about how long a stored block is, exactly where that is known without reading;
+        None when it is not known to be stored."""
         ...
 
-    async def get(self, key: bytes, layout: bytes, out: Buffer) -> BlockRead:
-        """Reads a block into `out`, which is exactly `block_bytes` long, and checks all of it."""
+    async def get(self, key: bytes, layout: bytes, room: Room) -> BlockRead:
+        """Reads a block into what `room` gives for its length, and checks all of it."""
         ...
 
     def is_stored(self, block: NewBlock) -> bool:
@@ -179,11 +187,15 @@ class EmbeddedBlocks:
         length = self._node.backend.object_bytes(ShardRef(key[:16], 0, fields[0]))
         return None if length is None else length - OBJECT_HEADER_BYTES
 
-    async def get(self, key: bytes, layout: bytes, out: Buffer) -> BlockRead:
+    async def get(self, key: bytes, layout: bytes, room: Room) -> BlockRead:
         """Reads and checks a block; one that proves damaged is forgotten."""
         fields = self._meta.get(key[:16])
-        if fields is None:
+        size = self.block_bytes(key)
+        if fields is None or size is None:
             return BlockRead(ReadStatus.ABSENT)
+        out = room(size)
+        if out is None:
+            return BlockRead(ReadStatus.WRONG_LAYOUT)
         ref = ShardRef(key[:16], 0, fields[0])
         header, status = await self._node.backend.get_object(ref, key, layout, out)
         if header is None:
@@ -211,7 +223,12 @@ class EmbeddedBlocks:
             return None
         put_id = secrets.randbits(64)
         pieces = whole_shard(block, put_id, self._clock.wall_s())
-        status = await self._node.backend.put_shard(pieces, self._durable)
+        try:
+            status = await self._node.backend.put_shard(pieces, self._durable)
+        except ValueError:
+            # Larger than a slot: the configuration's payload_bytes is not this model's.
+            log.error("block does not fit a slot", extra={"num_bytes": len(block.payload)})
+            return None
         if status is PutStatus.FULL:
             self.wants_room.set()
             return None

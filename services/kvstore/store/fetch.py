@@ -185,17 +185,21 @@ class Fetcher:
         if size is None:
             done.put_nowait((index, BlockRead(ReadStatus.ABSENT), b"", False))
             return
-        if slot is not None and size > len(slot):
-            done.put_nowait((index, BlockRead(ReadStatus.WRONG_LAYOUT), b"", False))
-            return
         entered = await self._gate.enter(size, priority)
         try:
             if self._clock.now_s() >= deadline_s:
                 done.put_nowait((index, BlockRead(ReadStatus.IO), b"", True))
                 return
-            out: Buffer = bytearray(size) if slot is None else slot[:size]
-            read = await self._blocks.get(key, layout, out)
-            inline = bytes(out) if slot is None and read.status is ReadStatus.OK else b""
+            own = bytearray()
+
+            def room(num_bytes: int) -> Buffer | None:
+                if slot is not None:
+                    return slot[:num_bytes] if num_bytes <= len(slot) else None
+                own.extend(bytes(num_bytes))
+                return own
+
+            read = await self._blocks.get(key, layout, room)
+            inline = bytes(own) if slot is None and read.status is ReadStatus.OK else b""
             done.put_nowait((index, read, inline, False))
         finally:
             self._gate.leave(entered)

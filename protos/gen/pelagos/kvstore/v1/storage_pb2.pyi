@@ -749,6 +749,58 @@ class TouchObjectsResponse(_message.Message):
 Global___TouchObjectsResponse: _TypeAlias = TouchObjectsResponse  # noqa: Y015
 
 @_typing.final
+class PinObjectsRequest(_message.Message):
+    """Objects to pin."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PIN_ID_FIELD_NUMBER: _builtins.int
+    KEYS16_FIELD_NUMBER: _builtins.int
+    TTL_MS_FIELD_NUMBER: _builtins.int
+    pin_id: _builtins.str
+    """Names the pin."""
+    keys16: _builtins.bytes
+    """16-byte index keys; empty releases the pin."""
+    ttl_ms: _builtins.int
+    """Life; 0 means 30 000."""
+    def __init__(
+        self,
+        *,
+        pin_id: _builtins.str = ...,
+        keys16: _builtins.bytes = ...,
+        ttl_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["keys16", b"keys16", "pin_id", b"pin_id", "ttl_ms", b"ttl_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinObjectsRequest: _TypeAlias = PinObjectsRequest  # noqa: Y015
+
+@_typing.final
+class PinObjectsResponse(_message.Message):
+    """Result."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PINNED_FIELD_NUMBER: _builtins.int
+    pinned: _builtins.int
+    """Objects pinned."""
+    def __init__(
+        self,
+        *,
+        pinned: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pinned", b"pinned"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinObjectsResponse: _TypeAlias = PinObjectsResponse  # noqa: Y015
+
+@_typing.final
 class ReportShardRequest(_message.Message):
     """A shard that is missing or damaged."""
 

@@ -361,6 +361,11 @@ class MetaServiceStub:
                 request_serializer=pelagos_dot_kvstore_dot_v1_dot_storage__pb2.EvictObjectsRequest.SerializeToString,
                 response_deserializer=pelagos_dot_kvstore_dot_v1_dot_storage__pb2.EvictObjectsResponse.FromString,
                 _registered_method=True)
+        self.PinObjects = channel.unary_unary(
+                '/pelagos.kvstore.v1.MetaService/PinObjects',
+                request_serializer=pelagos_dot_kvstore_dot_v1_dot_storage__pb2.PinObjectsRequest.SerializeToString,
+                response_deserializer=pelagos_dot_kvstore_dot_v1_dot_storage__pb2.PinObjectsResponse.FromString,
+                _registered_method=True)
         self.AppendLog = channel.unary_unary(
                 '/pelagos.kvstore.v1.MetaService/AppendLog',
                 request_serializer=pelagos_dot_kvstore_dot_v1_dot_storage__pb2.AppendLogRequest.SerializeToString,
@@ -414,6 +419,13 @@ class MetaServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def PinObjects(self, request, context):
+        """Pins objects against eviction until the pin lapses; no keys release it. Idempotent per pin id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def AppendLog(self, request, context):
         """Appends a primary's log records at a follower.
         """
@@ -453,6 +465,11 @@ def add_MetaServiceServicer_to_server(servicer, server):
                     servicer.EvictObjects,
                     request_deserializer=pelagos_dot_kvstore_dot_v1_dot_storage__pb2.EvictObjectsRequest.FromString,
                     response_serializer=pelagos_dot_kvstore_dot_v1_dot_storage__pb2.EvictObjectsResponse.SerializeToString,
+            ),
+            'PinObjects': grpc.unary_unary_rpc_method_handler(
+                    servicer.PinObjects,
+                    request_deserializer=pelagos_dot_kvstore_dot_v1_dot_storage__pb2.PinObjectsRequest.FromString,
+                    response_serializer=pelagos_dot_kvstore_dot_v1_dot_storage__pb2.PinObjectsResponse.SerializeToString,
             ),
             'AppendLog': grpc.unary_unary_rpc_method_handler(
                     servicer.AppendLog,
@@ -623,6 +640,33 @@ class MetaService:
             '/pelagos.kvstore.v1.MetaService/EvictObjects',
             pelagos_dot_kvstore_dot_v1_dot_storage__pb2.EvictObjectsRequest.SerializeToString,
             pelagos_dot_kvstore_dot_v1_dot_storage__pb2.EvictObjectsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def PinObjects(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/pelagos.kvstore.v1.MetaService/PinObjects',
+            pelagos_dot_kvstore_dot_v1_dot_storage__pb2.PinObjectsRequest.SerializeToString,
+            pelagos_dot_kvstore_dot_v1_dot_storage__pb2.PinObjectsResponse.FromString,
             options,
             channel_credentials,
             insecure,

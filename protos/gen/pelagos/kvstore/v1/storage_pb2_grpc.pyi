@@ -136,6 +136,8 @@ class MetaServiceStub:
     """Reports a missing or damaged shard; repair is queued. Idempotent."""
     EvictObjects: _grpc.UnaryUnaryMultiCallable[_storage_pb2.EvictObjectsRequest, _storage_pb2.EvictObjectsResponse]
     """Evicts objects, all shards. Idempotent."""
+    PinObjects: _grpc.UnaryUnaryMultiCallable[_storage_pb2.PinObjectsRequest, _storage_pb2.PinObjectsResponse]
+    """Pins objects against eviction until the pin lapses; no keys release it. Idempotent per pin id."""
     AppendLog: _grpc.UnaryUnaryMultiCallable[_storage_pb2.AppendLogRequest, _storage_pb2.AppendLogResponse]
     """Appends a primary's log records at a follower."""
 
@@ -156,6 +158,8 @@ class MetaServiceAsyncStub(MetaServiceStub):
     """Reports a missing or damaged shard; repair is queued. Idempotent."""
     EvictObjects: _aio.UnaryUnaryMultiCallable[_storage_pb2.EvictObjectsRequest, _storage_pb2.EvictObjectsResponse]  # type: ignore[assignment]
     """Evicts objects, all shards. Idempotent."""
+    PinObjects: _aio.UnaryUnaryMultiCallable[_storage_pb2.PinObjectsRequest, _storage_pb2.PinObjectsResponse]  # type: ignore[assignment]
+    """Pins objects against eviction until the pin lapses; no keys release it. Idempotent per pin id."""
     AppendLog: _aio.UnaryUnaryMultiCallable[_storage_pb2.AppendLogRequest, _storage_pb2.AppendLogResponse]  # type: ignore[assignment]
     """Appends a primary's log records at a follower."""
 
@@ -209,6 +213,14 @@ class MetaServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_storage_pb2.EvictObjectsResponse, _abc.Awaitable[_storage_pb2.EvictObjectsResponse]]:
         """Evicts objects, all shards. Idempotent."""
+
+    @_abc_1.abstractmethod
+    def PinObjects(
+        self,
+        request: _storage_pb2.PinObjectsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_storage_pb2.PinObjectsResponse, _abc.Awaitable[_storage_pb2.PinObjectsResponse]]:
+        """Pins objects against eviction until the pin lapses; no keys release it. Idempotent per pin id."""
 
     @_abc_1.abstractmethod
     def AppendLog(

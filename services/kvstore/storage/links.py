@@ -1,0 +1,192 @@
+"""Connections to storage nodes: shards asked for in one turn of the loop travel in one message.
+
+A node that fails or is slow is a status, never an exception: whoever asked has other shards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from pelagos.kvstore.v1 import storage_pb2 as pb
+from pelagos.kvstore.v1 import storage_pb2_grpc as rpc
+
+from services.common.clock import SYSTEM_CLOCK, Clock
+from services.common.errors import Failure
+from services.common.rpc_client import Channels, call, stream_call
+from services.kvstore.backends.base import PutStatus, ReadStatus, ShardRef
+from services.kvstore.placement import SHARD_HEADER_BYTES
+
+_MAX_BATCH: Final = 64
+_EWMA: Final = 0.2
+_TIMEOUT_S: Final = 5.0
+_LIST_TIMEOUT_S: Final = 120.0
+_READ: Final = {
+    pb.SHARD_STATUS_OK: ReadStatus.OK,
+    pb.SHARD_STATUS_ABSENT: ReadStatus.ABSENT,
+    pb.SHARD_STATUS_CORRUPT: ReadStatus.DATA,
+}
+_PUT: Final = {
+    pb.SHARD_STATUS_BUFFERED: PutStatus.BUFFERED,
+    pb.SHARD_STATUS_DURABLE: PutStatus.DURABLE,
+}
+
+
+def ref_to_proto(ref: ShardRef) -> pb.ShardRef:
+    """Returns the message of a ref."""
+    return pb.ShardRef(key16=ref.key16, put_id=ref.put_id, index=ref.shard)
+
+
+class NodeLink:
+    """One node, at one address."""
+
+    def __init__(self, channels: Channels, address: str, clock: Clock = SYSTEM_CLOCK) -> None:
+        self.address = address
+        self.storage = rpc.StorageServiceStub(channels.get(address))
+        self.meta = rpc.MetaServiceStub(channels.get(address))
+        self._clock = clock
+        self.latency_s = 0.0
+        self._gets: list[tuple[ShardRef, asyncio.Future[tuple[bytes | None, ReadStatus]]]] = []
+        self._puts: list[tuple[bytes, bool, asyncio.Future[PutStatus | None]]] = []
+        self._epoch = 0
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def get(self, ref: ShardRef) -> asyncio.Future[tuple[bytes | None, ReadStatus]]:
+        """Returns a future of the shard, header and data, as the node checked it."""
+        answer: asyncio.Future[tuple[bytes | None, ReadStatus]] = (
+            asyncio.get_running_loop().create_future()
+        )
+        if not self._gets:
+            asyncio.get_running_loop().call_soon(self._send_gets)
+        self._gets.append((ref, answer))
+        return answer
+
+    def put(self, shard: bytes, epoch: int, durable: bool) -> asyncio.Future[PutStatus | None]:
+        """Returns a future of how the write ended; None when the node did not take it."""
+        answer: asyncio.Future[PutStatus | None] = asyncio.get_running_loop().create_future()
+        if not self._puts:
+            asyncio.get_running_loop().call_soon(self._send_puts)
+        self._epoch = epoch
+        self._puts.append((shard, durable, answer))
+        return answer
+
+    def _spawn(self, coroutine: object) -> None:
+        task = asyncio.ensure_future(coroutine)  # type: ignore[call-overload]
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def _send_gets(self) -> None:
+        waiting, self._gets = self._gets, []
+        for at in range(0, len(waiting), _MAX_BATCH):
+            self._spawn(self._get_batch(waiting[at : at + _MAX_BATCH]))
+
+    async def _get_batch(
+        self, batch: Sequence[tuple[ShardRef, asyncio.Future[tuple[bytes | None, ReadStatus]]]]
+    ) -> None:
+        started_s = self._clock.now_s()
+        request = pb.GetShardsRequest(shards=[ref_to_proto(ref) for ref, _ in batch])
+        found: list[tuple[bytes | None, ReadStatus]] = [(None, ReadStatus.IO)] * len(batch)
+        try:
+            answer = await call(self.storage.GetShards, request, timeout_s=_TIMEOUT_S)
+            for number, result in enumerate(answer.shards[: len(batch)]):
+                status = _READ.get(result.status, ReadStatus.IO)
+                found[number] = (result.bytes if status is ReadStatus.OK else None, status)
+        except Failure:
+            pass
+        finally:
+            self._measure(self._clock.now_s() - started_s)
+            for (_, future), result in zip(batch, found, strict=True):
+                if not future.done():
+                    future.set_result(result)
+
+    def _send_puts(self) -> None:
+        waiting, self._puts = self._puts, []
+        for at in range(0, len(waiting), _MAX_BATCH):
+            self._spawn(self._put_batch(waiting[at : at + _MAX_BATCH]))
+
+    async def _put_batch(
+        self, batch: Sequence[tuple[bytes, bool, asyncio.Future[PutStatus | None]]]
+    ) -> None:
+        request = pb.PutShardsRequest(
+            shards=[pb.Shard(bytes=shard, index=shard[5]) for shard, _, _ in batch],
+            epoch=self._epoch,
+            durable=any(durable for _, durable, _ in batch),
+        )
+        found: list[PutStatus | None] = [None] * len(batch)
+        try:
+            answer = await call(self.storage.PutShards, request, timeout_s=_TIMEOUT_S)
+            for number, status in enumerate(answer.statuses[: len(batch)]):
+                full = PutStatus.FULL if status == pb.SHARD_STATUS_FULL else None
+                found[number] = _PUT.get(status, full)
+        except Failure:
+            pass
+        finally:
+            for (_, _, future), status in zip(batch, found, strict=True):
+                if not future.done():
+                    future.set_result(status)
+
+    def _measure(self, spent_s: float) -> None:
+        self.latency_s += _EWMA * (spent_s - self.latency_s)
+
+    async def delete(self, refs: Sequence[ShardRef], epoch: int) -> int:
+        """Frees shards; returns how many, 0 when the node is away (its orphans go later)."""
+        request = pb.DeleteShardsRequest(shards=[ref_to_proto(ref) for ref in refs], epoch=epoch)
+        try:
+            answer = await call(self.storage.DeleteShards, request, timeout_s=_TIMEOUT_S)
+            return int(answer.deleted)
+        except Failure:
+            return 0
+
+    async def headers(self, group: int = -1) -> list[bytes] | None:
+        """Returns the headers of the node's shards; None when it is away."""
+        found: list[bytes] = []
+        request = pb.ListShardsRequest(pg=group)
+        try:
+            async with stream_call(
+                self.storage.ListShards, request, timeout_s=_LIST_TIMEOUT_S
+            ) as stream:
+                async for part in stream:
+                    found += [
+                        part.headers[at : at + SHARD_HEADER_BYTES]
+                        for at in range(0, len(part.headers), SHARD_HEADER_BYTES)
+                    ]
+        except Failure:
+            return None
+        return found
+
+    async def close(self) -> None:
+        """Ends what is on its way."""
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+class Links:
+    """Links by node id; a node that comes back at another address gets a new one."""
+
+    def __init__(
+        self,
+        channels: Channels,
+        address_of: Callable[[str], str | None],
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self._channels = channels
+        self._address_of = address_of
+        self._clock = clock
+        self._links: dict[str, NodeLink] = {}
+
+    def get(self, node: str) -> NodeLink | None:
+        """Returns the link of a node that is up, else None."""
+        address = self._address_of(node)
+        if address is None:
+            return None
+        link = self._links.get(node)
+        if link is None or link.address != address:
+            link = self._links[node] = NodeLink(self._channels, address, self._clock)
+        return link
+
+    async def close(self) -> None:
+        """Ends what is on its way."""
+        for link in self._links.values():
+            await link.close()
