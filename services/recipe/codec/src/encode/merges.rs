@@ -20,6 +20,9 @@ pub type Token = u32;
 
 pub const NUM_BYTES: u32 = 256;
 
+/// A token must fit the 20 bits it has in `PairTable`, and the 24 bits in `Trie`.
+const MAX_MERGES: usize = (1 << TOKEN_BITS) - 1 - NUM_BYTES as usize;
+
 pub struct Merges {
     /// Left and right part by `token - 256`.
     parts: Vec<(Token, Token)>,
@@ -35,6 +38,9 @@ pub struct Merges {
 impl Merges {
     pub fn new(file: &TokenizerFile) -> Result<Self, LoadError> {
         const NONE: u32 = u32::MAX;
+        if file.merges.len() >= MAX_MERGES {
+            return Err(LoadError(format!("more than {MAX_MERGES} merges")));
+        }
         let mut token_of = vec![NONE; file.vocab.len()];
         let mut ids = vec![NONE; NUM_BYTES as usize];
         for (entry, (bytes, id)) in file.vocab.iter().enumerate() {
@@ -103,9 +109,29 @@ impl Merges {
         }
     }
 
-    fn parts(&self, token: Token) -> Option<(Token, Token)> {
+    /// The token that merging two neighbours gives, if there is such a merge.
+    #[inline(always)]
+    pub fn merged(&self, left: Token, right: Token) -> Option<Token> {
+        self.pairs.get(left, right)
+    }
+
+    pub fn parts(&self, token: Token) -> Option<(Token, Token)> {
         let index = token.checked_sub(NUM_BYTES)?;
         Some(self.parts[index as usize])
+    }
+
+    pub fn first_byte(&self, mut token: Token) -> u8 {
+        while let Some((left, _)) = self.parts(token) {
+            token = left;
+        }
+        token as u8
+    }
+
+    pub fn last_byte(&self, mut token: Token) -> u8 {
+        while let Some((_, right)) = self.parts(token) {
+            token = right;
+        }
+        token as u8
     }
 
     /// Whether the two tokens, side by side, stay two: no merge crosses their border.
@@ -144,13 +170,14 @@ impl Merges {
 /// because nearly every question is about a pair that has no merge.
 struct PairTable {
     filter: Vec<u64>,
-    keys: Vec<u64>,
-    values: Vec<Token>,
+    /// left, right and merged token, 20 bits each.
+    slots: Vec<u64>,
     shift: u32,
 }
 
+const TOKEN_BITS: u32 = 20;
 const EMPTY: u64 = u64::MAX;
-/// Filter bits per slot of the table.
+/// Filter bits per slot of the table, as a power of two.
 const FILTER_BITS: u32 = 3;
 
 impl PairTable {
@@ -158,8 +185,7 @@ impl PairTable {
         let bits = (parts.len() * 2).next_power_of_two().trailing_zeros().max(6);
         let mut table = PairTable {
             filter: vec![0; 1 << (bits + FILTER_BITS - 6)],
-            keys: vec![EMPTY; 1 << bits],
-            values: vec![0; 1 << bits],
+            slots: vec![EMPTY; 1 << bits],
             shift: 64 - bits,
         };
         for (rank, &(left, right)) in parts.iter().enumerate() {
@@ -167,18 +193,17 @@ impl PairTable {
             let bit = hash >> (table.shift - FILTER_BITS);
             table.filter[(bit >> 6) as usize] |= 1 << (bit & 63);
             let mut slot = (hash >> table.shift) as usize;
-            while table.keys[slot] != EMPTY {
-                slot = (slot + 1) & (table.keys.len() - 1);
+            while table.slots[slot] != EMPTY {
+                slot = (slot + 1) & (table.slots.len() - 1);
             }
-            table.keys[slot] = key;
-            table.values[slot] = NUM_BYTES + rank as u32;
+            table.slots[slot] = key << TOKEN_BITS | u64::from(NUM_BYTES + rank as u32);
         }
         table
     }
 
     #[inline(always)]
     fn hash(left: Token, right: Token) -> (u64, u64) {
-        let key = u64::from(left) << 32 | u64::from(right);
+        let key = u64::from(left) << TOKEN_BITS | u64::from(right);
         let mixed = key.wrapping_mul(0x9E37_79B9_7F4A_7C15);
         (key, (mixed ^ mixed >> 29).wrapping_mul(0xBF58_476D_1CE4_E5B9))
     }
@@ -192,11 +217,14 @@ impl PairTable {
         }
         let mut slot = (hash >> self.shift) as usize;
         loop {
-            match self.keys[slot] {
-                found if found == key => return Some(self.values[slot]),
-                EMPTY => return None,
-                _ => slot = (slot + 1) & (self.keys.len() - 1),
+            let found = self.slots[slot];
+            if found >> TOKEN_BITS == key {
+                return Some((found & ((1 << TOKEN_BITS) - 1)) as Token);
             }
+            if found == EMPTY {
+                return None;
+            }
+            slot = (slot + 1) & (self.slots.len() - 1);
         }
     }
 }

@@ -2,55 +2,106 @@
 //!
 //! | file | holds |
 //! | --- | --- |
-//! | `file` | reads `tokenizer.json` |
-//! | `vocabulary` | id to bytes, spelling to id |
+//! | `file`, `vocabulary` | reads `tokenizer.json`; id to bytes, spelling to id |
 //! | `classes`, `class_table` | what kind of character a code point is |
 //! | `pieces` | the pre-tokenizer |
-//! | `merges`, `trie`, `bpe` | a piece to ids |
-//! | `regions` | a region to ids, cut and spread over threads |
-//! | `id_cache` | ids of regions seen before |
+//! | `merges`, `trie`, `words`, `small`, `cjk`, `bpe` | a piece to ids |
+//! | `regions` | a region cut and spread over threads |
+//! | `id_cache` | ids of text seen before |
 //! | `full` | encoding with the added vocabulary, and its incremental count |
 
 mod bpe;
+mod cjk;
 mod class_table;
 mod classes;
 mod file;
+mod full;
+mod id_cache;
 mod merges;
 mod pieces;
+mod regions;
+mod small;
 mod trie;
 mod vocabulary;
 mod words;
 
+use std::ops::Range;
 use std::path::Path;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
+
+use rayon::prelude::*;
 
 pub use file::LoadError;
+pub use full::IncrementalCounter;
+
+use bpe::{Bpe, Scratches};
 use file::TokenizerFile;
-use bpe::{Bpe, Scratch};
+use full::{AddedMatcher, Segment};
+use id_cache::IdCache;
 use vocabulary::Vocabulary;
 
 use crate::types::{Error, Prompt, Stage};
 
+/// Regions are cached in parts of this size, so that one that grew keeps its earlier parts.
+const CACHE_PART_BYTES: usize = 8 << 10;
+
+/// A shorter part is encoded faster than looked up.
+const MIN_CACHED_BYTES: usize = 128;
+
+/// Less text than this is not worth waking another thread.
+const MIN_PARALLEL_BYTES: usize = 64 << 10;
+
+/// What a tokenizer may use.
+#[derive(Clone, Copy, Debug)]
+pub struct Limits {
+    /// Threads of one call; 0 is one per core.
+    pub num_threads: usize,
+    /// Text and ids kept of earlier prompts; 0 keeps none.
+    pub cache_bytes: usize,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Limits { num_threads: 0, cache_bytes: 64 << 20 }
+    }
+}
+
 /// One tokenizer file, ready to use from any number of threads.
 pub struct Tokenizer {
     vocabulary: Vocabulary,
+    added: AddedMatcher,
     bpe: Bpe,
-    scratches: Mutex<Vec<Box<Scratch>>>,
+    scratches: Scratches,
+    cache: IdCache,
+    /// `None` on one thread.
+    pool: Option<rayon::ThreadPool>,
 }
 
 impl Tokenizer {
     pub fn from_file(path: &Path) -> Result<Self, LoadError> {
-        let json = std::fs::read(path)
-            .map_err(|e| LoadError(format!("cannot read {}: {e}", path.display())))?;
-        Self::from_json(&json)
+        Self::with_limits(path, Limits::default())
     }
 
-    pub fn from_json(json: &[u8]) -> Result<Self, LoadError> {
+    pub fn with_limits(path: &Path, limits: Limits) -> Result<Self, LoadError> {
+        let json = std::fs::read(path)
+            .map_err(|e| LoadError(format!("cannot read {}: {e}", path.display())))?;
+        Self::from_json(&json, limits)
+    }
+
+    pub fn from_json(json: &[u8], limits: Limits) -> Result<Self, LoadError> {
         let file = TokenizerFile::parse(json)?;
+        let pool = rayon::ThreadPoolBuilder::new()
+            .num_threads(limits.num_threads)
+            .thread_name(|index| format!("encode-{index}"))
+            .build()
+            .map_err(|error| LoadError(format!("cannot start threads: {error}")))?;
         Ok(Tokenizer {
             vocabulary: Vocabulary::new(&file)?,
+            added: AddedMatcher::new(&file)?,
             bpe: Bpe::new(&file)?,
-            scratches: Mutex::new(Vec::new()),
+            scratches: Scratches::default(),
+            cache: IdCache::new(limits.cache_bytes),
+            pool: (pool.current_num_threads() > 1).then_some(pool),
         })
     }
 
@@ -61,53 +112,124 @@ impl Tokenizer {
 
     /// Ids of one plain region: base vocabulary only, added spellings are ordinary text.
     pub fn encode_plain(&self, text: &str) -> Vec<u32> {
-        let mut scratch = self.take_scratch();
-        let mut ids = Vec::with_capacity(text.len() / 4 + 8);
         let text = text.as_bytes();
-        let mut at = 0;
-        while at < text.len() {
-            let end = pieces::piece_end(text, at);
-            self.bpe.encode_piece(text, at, end, &mut scratch, &mut ids);
-            at = end;
+        if text.len() < MIN_PARALLEL_BYTES || self.pool.is_none() {
+            let mut ids = Vec::with_capacity(text.len() / 3 + 8);
+            self.scratches.with(|scratch| self.bpe.encode_pieces(text, scratch, &mut ids));
+            return ids;
         }
-        self.give_scratch(scratch);
-        ids
+        let parts = regions::parts(text, regions::TASK_BYTES);
+        self.encode_parts(text, &parts).concat()
     }
 
-    /// Ids with added spellings matched in the text. For diagnostics and counts, never prompts.
-    pub fn encode_full(&self, text: &str) -> Vec<u32> {
-        self.encode_plain(text)
+    /// Ids of parts of a text between cuts, in the same order.
+    fn encode_parts(&self, text: &[u8], parts: &[Range<usize>]) -> Vec<Vec<u32>> {
+        let text_of = |part: &Range<usize>| &text[part.clone()];
+        let num_bytes: usize = parts.iter().map(Range::len).sum();
+        match &self.pool {
+            Some(pool) if num_bytes >= MIN_PARALLEL_BYTES => pool.install(|| {
+                let encode = |part| regions::encode_part(&self.bpe, text_of(part), &self.scratches);
+                parts.par_iter().map(encode).collect()
+            }),
+            _ => self.scratches.with(|scratch| {
+                let encode = |part| {
+                    let part = text_of(part);
+                    let mut ids = Vec::with_capacity(part.len() / 3 + 8);
+                    self.bpe.encode_pieces(part, scratch, &mut ids);
+                    ids
+                };
+                parts.iter().map(encode).collect()
+            }),
+        }
     }
 
     /// Ids of a rendered prompt: each special range by its spelling, the rest plain.
     ///
     /// Errors: internal, when a special range spells nothing in the added vocabulary.
     pub fn encode_prompt(&self, prompt: &Prompt) -> Result<Vec<u32>, Error> {
-        let mut ids = Vec::new();
+        let text = prompt.text.as_bytes();
+        // Everything known at once stays a piece of the plan; the rest is encoded together.
+        let mut plan = Vec::with_capacity(2 * prompt.specials.len() + 1);
+        let mut missing: Vec<Range<usize>> = Vec::new();
         let mut start = 0;
         for &(from, to) in &prompt.specials {
-            ids.extend(self.encode_plain(&prompt.text[start..from]));
-            ids.push(self.special_id(&prompt.text[from..to])?);
+            self.plan_region(text, start..from, &mut plan, &mut missing);
+            plan.push(Planned::Special(self.special_id(&prompt.text[from..to])?));
             start = to;
         }
-        ids.extend(self.encode_plain(&prompt.text[start..]));
+        self.plan_region(text, start..text.len(), &mut plan, &mut missing);
+
+        let encoded = self.encode_parts(text, &missing);
+        let mut ids = Vec::with_capacity(text.len() / 3 + 8);
+        for planned in plan {
+            match planned {
+                Planned::Special(id) => ids.push(id),
+                Planned::Cached(part) => ids.extend_from_slice(&part),
+                Planned::Missing { index, hash } => {
+                    let part = &encoded[index];
+                    if let Some(hash) = hash {
+                        self.cache.put(hash, &text[missing[index].clone()], part);
+                    }
+                    ids.extend_from_slice(part);
+                }
+            }
+        }
         Ok(ids)
     }
 
-    fn take_scratch(&self) -> Box<Scratch> {
-        let mut scratches = self.scratches.lock().unwrap_or_else(PoisonError::into_inner);
-        scratches.pop().unwrap_or_else(|| Box::new(Scratch::new()))
-    }
-
-    fn give_scratch(&self, scratch: Box<Scratch>) {
-        self.scratches.lock().unwrap_or_else(PoisonError::into_inner).push(scratch);
+    fn plan_region(
+        &self,
+        text: &[u8],
+        region: Range<usize>,
+        plan: &mut Vec<Planned>,
+        missing: &mut Vec<Range<usize>>,
+    ) {
+        for part in regions::parts(&text[region.clone()], CACHE_PART_BYTES) {
+            let part = region.start + part.start..region.start + part.end;
+            let hash =
+                (part.len() >= MIN_CACHED_BYTES).then(|| self.cache.hash(&text[part.clone()]));
+            let cached = hash.and_then(|hash| self.cache.get(hash, &text[part.clone()]));
+            plan.push(match cached {
+                Some(ids) => Planned::Cached(ids),
+                None => {
+                    missing.push(part);
+                    Planned::Missing { index: missing.len() - 1, hash }
+                }
+            });
+        }
     }
 
     fn special_id(&self, spelling: &str) -> Result<u32, Error> {
         self.added_id(spelling).ok_or_else(|| {
-            let text = format!("special token {spelling:?} is not in the added vocabulary");
+            let text = format!("special token \"{spelling}\" is not in the added vocabulary");
             Error::internal(Stage::Encode, text)
         })
+    }
+
+    /// Ids with added spellings matched in the text. For diagnostics and counts, never prompts.
+    pub fn encode_full(&self, text: &str) -> Vec<u32> {
+        let mut ids = Vec::with_capacity(text.len() / 3 + 8);
+        for segment in self.added.split(text) {
+            match segment {
+                Segment::Added(id) => ids.push(id),
+                Segment::Plain(text) => ids.extend(self.encode_plain(text)),
+            }
+        }
+        ids
+    }
+
+    /// The number of ids that `encode_full` gives.
+    pub fn count_full(&self, text: &str) -> u64 {
+        self.encode_full(text).len() as u64
+    }
+
+    fn added_matcher(&self) -> &AddedMatcher {
+        &self.added
+    }
+
+    /// Bytes of text and ids that the cache of earlier prompts holds.
+    pub fn num_cached_bytes(&self) -> usize {
+        self.cache.num_bytes()
     }
 
     /// The id of an added token by its spelling.
@@ -149,22 +271,13 @@ impl Tokenizer {
 
     /// Counts ids of a text that arrives in parts, as `encode_full` of the whole would.
     pub fn counter(self: &Arc<Self>) -> IncrementalCounter {
-        IncrementalCounter { tokenizer: Arc::clone(self), text: String::new() }
+        IncrementalCounter::new(Arc::clone(self))
     }
 }
 
-/// The number of ids of everything pushed so far, under the full vocabulary.
-pub struct IncrementalCounter {
-    tokenizer: Arc<Tokenizer>,
-    text: String,
-}
-
-impl IncrementalCounter {
-    pub fn push(&mut self, text: &str) {
-        self.text.push_str(text);
-    }
-
-    pub fn count(&self) -> u64 {
-        self.tokenizer.encode_full(&self.text).len() as u64
-    }
+/// One stretch of a prompt on its way to ids.
+enum Planned {
+    Special(u32),
+    Cached(Arc<[u32]>),
+    Missing { index: usize, hash: Option<u64> },
 }

@@ -5,7 +5,9 @@
 //! like the end of the text, and the end of a CJK run looks the same from inside it. A piece then
 //! depends only on the text from its start on, never on what came before.
 
-use super::classes::{ASCII, CJK, Class, LETTER, MARK, NEWLINE, NUMBER, OTHER, PUNCT, SPACE, class_of};
+use super::classes::{
+    ASCII, CJK, Class, LETTER, MARK, NEWLINE, NUMBER, OTHER, PUNCT, SPACE, class_of,
+};
 
 /// The stretch of rule 3 ends: end of text, a digit, or the border of a CJK run.
 const END: Class = 0;
@@ -111,13 +113,20 @@ fn char_at(text: &[u8], at: usize) -> (u32, usize) {
     }
 }
 
+/// Class and width of the character at `at`.
 #[inline(always)]
-fn class_at(text: &[u8], at: usize) -> (Class, usize) {
+pub fn class_at(text: &[u8], at: usize) -> (Class, usize) {
     if text[at] < 0x80 {
         return (ASCII[text[at] as usize], 1);
     }
     let (code, width) = char_at(text, at);
     (class_of(code), width)
+}
+
+/// The start of the character before `at`, which is not 0.
+pub fn previous_char_start(text: &[u8], at: usize) -> usize {
+    let is_start = |at: &usize| text[*at] & 0xC0 != 0x80;
+    (0..at).rev().find(is_start).unwrap_or(0)
 }
 
 /// What rule 3 sees from one stretch: the text up to its end.
@@ -165,7 +174,8 @@ fn any_piece_end(text: &[u8], start: usize) -> usize {
     let (next, next_width) = stretch.peek(after);
 
     // [ascii punctuation][A-Za-z]+
-    if class == PUNCT && text[start] < 0x80 && text.get(after).is_some_and(u8::is_ascii_alphabetic) {
+    if class == PUNCT && text[start] < 0x80 && text.get(after).is_some_and(u8::is_ascii_alphabetic)
+    {
         return ascii_letters_end(text, after);
     }
     // [^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+

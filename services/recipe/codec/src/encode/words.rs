@@ -3,6 +3,8 @@
 //! The key is the piece itself, padded with zeros to 15 bytes, and its length: comparing keys
 //! compares the bytes, so a hit is exact.
 
+use super::merges::{Merges, Token};
+
 /// Longest piece that fits a key.
 pub const MAX_KEY_LEN: usize = 15;
 
@@ -28,6 +30,28 @@ impl Key {
     /// The key of `text[start..start + len]`; `len` in `1..=MAX_KEY_LEN`.
     #[inline(always)]
     pub fn new(text: &[u8], start: usize, len: usize) -> Key {
+        Head::new(text, start, len).key(len)
+    }
+
+    #[inline(always)]
+    pub fn hash(self) -> u64 {
+        let product = u128::from(self.low ^ 0x2D35_8DCC_AA6C_78A5)
+            * u128::from(self.high ^ 0x8BB8_4B93_962E_ACC9);
+        (product as u64) ^ (product >> 64) as u64
+    }
+}
+
+/// The bytes at a place, from which the keys of all pieces that start there follow.
+#[derive(Clone, Copy)]
+pub struct Head {
+    low: u64,
+    high: u64,
+}
+
+impl Head {
+    /// At least `len` bytes of `text[start..]`, more where there are more.
+    #[inline(always)]
+    pub fn new(text: &[u8], start: usize, len: usize) -> Head {
         let bytes: [u8; 16] = match text.get(start..start + 16) {
             Some(bytes) => bytes.try_into().unwrap_or_default(),
             None => {
@@ -39,53 +63,53 @@ impl Key {
         let (low, high) = bytes.split_at(8);
         let low = u64::from_le_bytes(low.try_into().unwrap_or_default());
         let high = u64::from_le_bytes(high.try_into().unwrap_or_default());
-        let mask = MASKS[len];
-        Key { low: low & mask.0, high: high & mask.1 | (len as u64) << 56 }
+        Head { low, high }
     }
 
+    /// The key of the first `len` bytes; `len` in `1..=MAX_KEY_LEN`.
     #[inline(always)]
-    fn hash(self) -> u64 {
-        let product = u128::from(self.low ^ 0x2D35_8DCC_AA6C_78A5)
-            * u128::from(self.high ^ 0x8BB8_4B93_962E_ACC9);
-        (product as u64) ^ (product >> 64) as u64
+    pub fn key(self, len: usize) -> Key {
+        let mask = MASKS[len];
+        Key { low: self.low & mask.0, high: self.high & mask.1 | (len as u64) << 56 }
     }
 }
 
 #[derive(Clone, Copy, Default)]
 struct Slot {
     key: Key,
+    token: Token,
     id: u32,
 }
 
-/// Fixed after it was built.
+/// All short tokens, with their ids. Fixed after it was built.
 pub struct WordTable {
     slots: Vec<Slot>,
     mask: usize,
 }
 
 impl WordTable {
-    pub fn new(words: &[(Vec<u8>, u32)]) -> Self {
+    pub fn new(words: &[(Vec<u8>, Token)], merges: &Merges) -> Self {
         let short = || words.iter().filter(|word| word.0.len() <= MAX_KEY_LEN);
         let num_slots = (short().count() * 2).next_power_of_two().max(16);
         let mut table = WordTable { slots: vec![Slot::default(); num_slots], mask: num_slots - 1 };
-        for (bytes, id) in short() {
+        for (bytes, token) in short() {
             let key = Key::new(bytes, 0, bytes.len());
             let mut at = key.hash() as usize & table.mask;
             while table.slots[at].key != Key::default() {
                 at = (at + 1) & table.mask;
             }
-            table.slots[at] = Slot { key, id: *id };
+            table.slots[at] = Slot { key, token: *token, id: merges.id(*token) };
         }
         table
     }
 
     #[inline(always)]
-    pub fn get(&self, key: Key) -> Option<u32> {
-        let mut at = key.hash() as usize & self.mask;
+    pub fn get(&self, key: Key, hash: u64) -> Option<(Token, u32)> {
+        let mut at = hash as usize & self.mask;
         loop {
             let slot = &self.slots[at];
             if slot.key == key {
-                return Some(slot.id);
+                return Some((slot.token, slot.id));
             }
             if slot.key == Key::default() {
                 return None;
@@ -95,40 +119,48 @@ impl WordTable {
     }
 }
 
-/// Ids of one entry of the cache.
-pub const MAX_CACHED_IDS: usize = 3;
-const CACHE_BITS: u32 = 13;
+/// Ids of one entry of a cache.
+pub const MAX_CACHED_IDS: usize = 4;
 
-/// Pieces of a few tokens seen lately: one place per hash, a newer piece replaces an older.
+/// Pieces seen lately: one place per hash, a newer piece replaces an older.
 pub struct WordCache {
     entries: Vec<Cached>,
+    shift: u32,
 }
 
+/// The number of ids lies in the upper half of the key's length byte, so that an entry is half a
+/// cache line.
 #[derive(Clone, Copy, Default)]
 struct Cached {
     key: Key,
-    num_ids: u32,
     ids: [u32; MAX_CACHED_IDS],
 }
 
+const NUM_IDS_SHIFT: u32 = 60;
+
 impl WordCache {
-    pub fn new() -> Self {
-        WordCache { entries: vec![Cached::default(); 1 << CACHE_BITS] }
+    pub fn new(bits: u32) -> Self {
+        WordCache { entries: vec![Cached::default(); 1 << bits], shift: 64 - bits }
     }
 
+    /// The ids and how many of them count.
     #[inline(always)]
-    pub fn get(&self, key: Key) -> Option<&[u32]> {
-        let entry = &self.entries[(key.hash() >> (64 - CACHE_BITS)) as usize];
-        (entry.key == key).then(|| &entry.ids[..entry.num_ids as usize])
+    pub fn get(&self, key: Key, hash: u64) -> Option<(&[u32; MAX_CACHED_IDS], usize)> {
+        let entry = &self.entries[(hash >> self.shift) as usize];
+        let difference =
+            (entry.key.low ^ key.low) | ((entry.key.high ^ key.high) & ((1 << NUM_IDS_SHIFT) - 1));
+        (difference == 0).then_some((&entry.ids, (entry.key.high >> NUM_IDS_SHIFT) as usize))
     }
 
-    pub fn put(&mut self, key: Key, ids: &[u32]) {
+    /// Remembers a piece of 1 to `MAX_CACHED_IDS` ids; one of more is not kept.
+    #[inline]
+    pub fn put(&mut self, key: Key, hash: u64, ids: &[u32]) {
         if ids.len() > MAX_CACHED_IDS {
             return;
         }
-        let entry = &mut self.entries[(key.hash() >> (64 - CACHE_BITS)) as usize];
-        entry.key = key;
-        entry.num_ids = ids.len() as u32;
+        let entry = &mut self.entries[(hash >> self.shift) as usize];
+        let high = key.high | (ids.len() as u64) << NUM_IDS_SHIFT;
+        entry.key = Key { low: key.low, high };
         entry.ids[..ids.len()].copy_from_slice(ids);
     }
 }
