@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 from pelagos.decode.v1 import decode_pb2 as pb
 from pelagos.decode.v1 import decode_pb2_grpc as rpc
@@ -41,6 +42,45 @@ class Reservation:
     blocks_held: int
     lease_s: float
     boot_id: str
+
+
+class DecodeCalls(Protocol):
+    """What an engine that hands over needs; the client and the fake offer it."""
+
+    async def reserve(
+        self,
+        address: str,
+        key: RequestKey,
+        *,
+        num_tokens: int,
+        expected_output: int,
+        layout_signature: str,
+        rank: int = 0,
+        lease_ms: int = 0,
+    ) -> Reservation: ...
+
+    async def push(
+        self,
+        address: str,
+        key: RequestKey,
+        reservation_id: str,
+        layout_signature: str,
+        num_tokens: int,
+        pieces: Iterable[Outgoing],
+        *,
+        block_keys: bytes = b"",
+        timeout_s: float = _MOVE_TIMEOUT_S,
+    ) -> str: ...
+
+    async def run(
+        self,
+        address: str,
+        reservation_id: str,
+        record: records_pb2.HandoffRecord,
+        transfer_id: str,
+    ) -> None: ...
+
+    async def abort(self, address: str, key: RequestKey) -> bool: ...
 
 
 class DecodeClient:

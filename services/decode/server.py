@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from pelagos.decode.v1 import decode_pb2 as pb
@@ -57,7 +57,9 @@ class DecodeServicer:
     async def Release(self, request: pb.ReleaseRequest, context: Any) -> pb.ReleaseResponse:
         return pb.ReleaseResponse(released=self._engine.release(request.reservation_id))
 
-    async def Run(self, request: pb.RunRequest, context: Any) -> AsyncIterator[pb.RunResponse]:
+    async def Run(
+        self, request: pb.RunRequest, context: Any
+    ) -> AsyncGenerator[pb.RunResponse, None]:
         with tracing.span(
             "decode.commit",
             {tracing.REQUEST_ID: request.record.key.request_id},

@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import logging
 import secrets
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -141,7 +141,7 @@ class Transfers:
             credit_bytes=self._credit_bytes,
         )
 
-    async def Push(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[Any]:
+    async def Push(self, requests: AsyncIterator[Any], context: Any) -> AsyncGenerator[Any, None]:
         incoming: Incoming | None = None
         aborted = asyncio.Event()
         chunks = aiter(requests)

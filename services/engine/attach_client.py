@@ -14,15 +14,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
-from typing import Any
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, Protocol
 
 from pelagos.engine.v1 import records_pb2 as pb
 
 from services.common.errors import Failure, Reason
-from services.common.rpc_client import StreamCall, stream_call
+from services.common.rpc_client import stream_call
+from services.engine import streams
 from services.engine.records import key_to_proto
 from services.engine.requests import RequestKey
+from services.engine.streams import StreamHub
 
 _ACK_EVERY_TOKENS = 1024
 _ENDS = ("finished", "moved", "failed")
@@ -58,12 +60,18 @@ class Subscription:
             yield item
 
 
+class Duplex(Protocol):
+    """A bidirectional call, over gRPC or in memory."""
+
+    async def write(self, item: Any) -> None: ...
+
+    def __aiter__(self) -> AsyncIterator[Any]: ...
+
+
 class AttachChannel:
     """One open channel. `lost` is set with the reason once the engine is gone."""
 
-    def __init__(
-        self, call: StreamCall[Any, Any], request: Callable[..., Any], entrypoint_id: str
-    ) -> None:
+    def __init__(self, call: Duplex, request: Callable[..., Any], entrypoint_id: str) -> None:
         self._call = call
         self._request = request
         self._entrypoint_id = entrypoint_id
@@ -110,11 +118,12 @@ class AttachChannel:
     async def run(self) -> None:
         """Hands events to their subscriptions until the channel ends."""
         try:
-            async for response in self._call:
-                for event in response.events:
-                    subscription = self._subscriptions.get(event.stream_id)
-                    if subscription is not None:
-                        subscription.put(event)
+            async with aclosing(aiter(self._call)) as responses:  # type: ignore[type-var]
+                async for response in responses:
+                    for event in response.events:
+                        subscription = self._subscriptions.get(event.stream_id)
+                        if subscription is not None:
+                            subscription.put(event)
             self._lose(Failure(Reason.BACKEND_LOST, "the engine has ended the channel"))
         except Failure as failure:
             self._lose(failure)
@@ -132,11 +141,43 @@ async def attach(
     method: Callable[..., Any], request: Callable[..., Any], entrypoint_id: str
 ) -> AsyncIterator[AttachChannel]:
     """Opens the channel to one engine; `method` is its stub's Attach."""
-    async with stream_call(method) as call:
-        channel = AttachChannel(call, request, entrypoint_id)
-        reader = asyncio.create_task(channel.run(), name="attach events")
-        try:
-            yield channel
-        finally:
-            reader.cancel()
-            await asyncio.gather(reader, return_exceptions=True)
+    async with stream_call(method) as call, _reading(call, request, entrypoint_id) as channel:
+        yield channel
+
+
+@asynccontextmanager
+async def attach_in_memory(
+    hub: StreamHub,
+    request: Callable[..., Any],
+    response: Callable[..., Any],
+    entrypoint_id: str,
+) -> AsyncIterator[AttachChannel]:
+    """The same channel to an engine in this process, for fakes: same commands, same events."""
+    commands: asyncio.Queue[Any] = asyncio.Queue()
+
+    async def sent() -> AsyncIterator[Any]:
+        while True:
+            yield await commands.get()
+
+    class _Call:
+        async def write(self, item: Any) -> None:
+            commands.put_nowait(item)
+
+        def __aiter__(self) -> AsyncIterator[Any]:
+            return streams.attach(hub, sent(), response)
+
+    async with _reading(_Call(), request, entrypoint_id) as channel:
+        yield channel
+
+
+@asynccontextmanager
+async def _reading(
+    call: Duplex, request: Callable[..., Any], entrypoint_id: str
+) -> AsyncIterator[AttachChannel]:
+    channel = AttachChannel(call, request, entrypoint_id)
+    reader = asyncio.create_task(channel.run(), name="attach events")
+    try:
+        yield channel
+    finally:
+        reader.cancel()
+        await asyncio.gather(reader, return_exceptions=True)

@@ -74,7 +74,7 @@ async def _send_all(
     pieces: Iterable[Outgoing],
 ) -> None:
     credit = opened.credit_bytes
-    for seq, chunk in enumerate(_chunks(opened, request_id, pieces)):
+    for seq, chunk in enumerate(chunks_of(opened, request_id, pieces)):
         while credit < chunk.length_bytes:
             credit += (await _acknowledged(stream)).credit_bytes
         chunk.seq = seq
@@ -99,7 +99,7 @@ async def _acknowledged(stream: StreamCall[Any, Any]) -> pb.PushResponse:
     return answer
 
 
-def _chunks(
+def chunks_of(
     opened: pb.OpenResponse, request_id: str, pieces: Iterable[Outgoing]
 ) -> Iterable[pb.KvChunk]:
     """Cuts pieces to the receiver's chunk size; the very last chunk says so."""

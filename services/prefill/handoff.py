@@ -17,8 +17,7 @@ from pelagos.engine.v1 import records_pb2 as pb
 
 from services.common.call import Call, calling
 from services.common.errors import Failure, Reason
-from services.common.rpc_client import Channels
-from services.decode.client import DecodeClient
+from services.decode.client import DecodeCalls
 from services.engine import records
 from services.engine.handoff import outgoing_pieces, request_without_pixels
 from services.engine.requests import RequestKey
@@ -60,7 +59,7 @@ class Handoff:
 
     def __init__(
         self,
-        channels: Channels,
+        client: DecodeCalls,
         ranks: DecodeRanks,
         *,
         instance_id: str,
@@ -73,7 +72,7 @@ class Handoff:
         self._boot_id = boot_id
         self._attempts = attempts
         self._pick_wait_s = pick_wait_s
-        self._client = DecodeClient(channels)
+        self._client = client
 
     async def reserve(self, work: Work, signature: str, excluded: list[str]) -> Room:
         """Asks the balancer for a rank and reserves it, elsewhere again when it refuses.

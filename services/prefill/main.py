@@ -10,6 +10,7 @@ from pelagos.kvstore.v1 import swa_pb2_grpc
 from pelagos.prefill.v1 import prefill_pb2_grpc
 
 from services.common.service import Runtime, run_service
+from services.decode.client import DecodeClient
 from services.engine.control import EngineControlServicer
 from services.engine.persister import Persister
 from services.engine.sim.tokens import Scripts
@@ -67,7 +68,7 @@ async def build_engine(
         runtime.instance_id,
         peers=GrpcPeers(runtime.view, runtime.channels, store, windows, layout_digest, runtime.rng),
         handoff=Handoff(
-            runtime.channels,
+            DecodeClient(runtime.channels),
             DecodeLbClient(runtime.channels, decode_leader_of(runtime.view)),
             instance_id=runtime.instance_id,
             boot_id=runtime.boot_id,

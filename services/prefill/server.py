@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
 from pelagos.prefill.v1 import prefill_pb2 as pb
@@ -20,7 +20,9 @@ class PrefillServicer:
     def __init__(self, engine: PrefillEngine) -> None:
         self._engine = engine
 
-    async def Run(self, request: pb.RunRequest, context: Any) -> AsyncIterator[pb.RunResponse]:
+    async def Run(
+        self, request: pb.RunRequest, context: Any
+    ) -> AsyncGenerator[pb.RunResponse, None]:
         work = self._engine.submit(request.spec)
         channel = self._engine.hub.connect()
         ended = False

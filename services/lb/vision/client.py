@@ -26,7 +26,8 @@ from services.common.errors import Failure, Reason
 from services.common.membership import ClusterView
 from services.common.rpc_client import Channels, call, stream_call
 from services.lb.vision.config import ROLE
-from services.lb.vision.policy import CardReport, MachineDraw
+from services.lb.vision.policy import CardReport as CardReport
+from services.lb.vision.policy import MachineDraw
 
 ANSWER_S = 0.2
 MAX_MACHINES = 3

@@ -1,0 +1,38 @@
+"""Configuration of an encoder engine: one process is one card."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from services.common.config import require
+from services.common.service import RuntimeConfig
+from services.encoder.patches import PatchConfig
+
+
+@dataclass(frozen=True)
+class EncoderConfig:
+    """One card; the defaults run on a laptop."""
+
+    listen: str = "127.0.0.1:0"
+    engine: str = "sim"
+    model_id: str = "deepseek-v4.1-flash"
+    hidden: int = 64  # columns of an embedding; the simulation keeps them small
+    max_batch_patches: int = 16384  # patches of one forward
+    max_queued_patches: int = 262144  # beyond it new images are refused
+    max_image_bytes: int = 20 * 1024 * 1024
+    max_image_pixels: int = 100_000_000
+    image_timeout_s: float = 20.0
+    cache_bytes: int = 256 * 1024 * 1024
+    cache_ttl_s: float = 600.0
+    ns_per_patch: float = 2_000.0  # predicted time of the forward
+    time_scale: float = 1.0  # 0 answers as fast as the machine can
+    report_interval_s: float = 0.1
+    stall_limit_s: float = 60.0
+    patches: PatchConfig = field(default_factory=PatchConfig)
+    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+
+    def __post_init__(self) -> None:
+        require(self.engine == "sim", f"engine is sim, not {self.engine!r}")
+        require(self.hidden >= 1, "hidden must be at least 1")
+        require(self.max_batch_patches >= 1, "max_batch_patches must be at least 1")
+        require(self.time_scale >= 0, "time_scale must not be negative")
