@@ -138,6 +138,7 @@ Action = Placed | Refused
 class _Instance:
     report: Report
     heard_s: float
+    size: int = 0  # KV tokens of its largest rank, held and free
     # Placed by us and in no report yet: key -> (request id, rank, tokens, placed at).
     unseen: dict[str, tuple[str, int, int, float]] = field(default_factory=dict)
 
@@ -211,12 +212,12 @@ class DecodeBalancer:
 
     def rank_loads(self, now_s: float) -> list[RankLoad]:
         """Returns every rank that may take requests now, own placements in flight included."""
-        return [
-            rank
-            for instance_id, instance in self._instances.items()
-            if self._is_eligible(instance, now_s)
-            for rank in self._loads()[instance_id]
-        ]
+        loads = self._loads()
+        ranks: list[RankLoad] = []
+        for instance_id, instance in self._instances.items():
+            if self._is_eligible(instance, now_s):
+                ranks += loads[instance_id]
+        return ranks
 
     def census(self) -> dict[str, int]:
         """Returns how many of everything is held; all but the first two are 0 when idle."""
@@ -270,10 +271,14 @@ class DecodeBalancer:
             # Another boot id: everything on the old one is lost.
             known = _Instance(report, now_s)
             self._instances[report.instance_id] = known
+            # The policy takes the first of equal ranks: keep them in the order of their ids.
+            self._instances = dict(sorted(self._instances.items()))
             self._outliers.add(report.instance_id)
         elif report.version and report.version <= known.report.version:
             return  # overtaken by a newer one
         known.report, known.heard_s = report, now_s
+        sizes = (rank.num_kv_tokens + rank.num_free_tokens for rank in report.ranks)
+        known.size = max(sizes, default=0)
         seen = set(report.seen_request_ids)
         known.unseen = {key: v for key, v in known.unseen.items() if v[0] not in seen}
         self._ranks = None
@@ -364,15 +369,16 @@ class DecodeBalancer:
 
     def _candidates(self, pick: Pick, now_s: float) -> list[RankLoad]:
         loads = self._loads()
-        return [
-            rank
-            for instance_id, instance in self._instances.items()
-            if self._is_eligible(instance, now_s)
-            and instance_id not in pick.exclude
-            and self._has_layout(instance, pick)
-            and self._outliers.allows(instance_id, now_s)
-            for rank in loads[instance_id]
-        ]
+        ranks: list[RankLoad] = []
+        for instance_id, instance in self._instances.items():
+            if (
+                self._is_eligible(instance, now_s)
+                and instance_id not in pick.exclude
+                and self._has_layout(instance, pick)
+                and self._outliers.allows(instance_id, now_s)
+            ):
+                ranks += loads[instance_id]
+        return ranks
 
     def _is_eligible(self, instance: _Instance, now_s: float) -> bool:
         is_fresh = now_s - instance.heard_s <= self._config.report_timeout_s
@@ -401,7 +407,7 @@ class DecodeBalancer:
                 rank.num_free_tokens,
                 rank.max_requests,
             )
-            for rank in instance.report.ranks
+            for rank in sorted(instance.report.ranks, key=lambda rank: rank.rank)
         }
         for _, index, num_tokens, _ in instance.unseen.values():
             if index in loads:
@@ -410,10 +416,11 @@ class DecodeBalancer:
 
     def _never_fits(self, pick: Pick, now_s: float) -> bool:
         sizes = [
-            rank.num_kv_tokens + rank.num_free_tokens
+            instance.size
             for instance in self._instances.values()
-            if self._is_eligible(instance, now_s) and self._has_layout(instance, pick)
-            for rank in instance.report.ranks
+            if instance.size
+            and self._is_eligible(instance, now_s)
+            and self._has_layout(instance, pick)
         ]
         return bool(sizes) and max(sizes) < pick.num_tokens
 

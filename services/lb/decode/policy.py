@@ -12,7 +12,7 @@ from dataclasses import dataclass
 LEVEL_FACTOR = 1.05
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class RankLoad:
     """What one decode rank holds, the balancer's own placements in flight included."""
 
@@ -38,29 +38,52 @@ def level_of(
     """Returns Z: the KV length up to which ranks count as level, for this batch of requests."""
     if not ranks:
         return 0.0
+    pool = held = 0
+    for rank in ranks:
+        pool += rank.num_free_tokens
+        held += rank.num_kv_tokens
     # The longest prefix that fits the memory of all ranks, seen as one pool.
-    pool = sum(rank.num_free_tokens for rank in ranks)
     total = 0
     for length in lengths:
         if total + length > pool:
             break
         total += length
-    return factor * (total + sum(rank.num_kv_tokens for rank in ranks)) / len(ranks)
+    return factor * (total + held) / len(ranks)
 
 
 def pick_rank(ranks: Sequence[RankLoad], num_tokens: int, level: float) -> RankLoad | None:
-    """Returns the rank for a request of this length; None when no rank has room."""
-    fit = [
-        rank
-        for rank in ranks
-        if rank.accepting
-        and rank.num_free_tokens >= num_tokens
-        and rank.num_requests < rank.max_requests
-    ]
-    low = [rank for rank in fit if rank.num_kv_tokens + num_tokens <= level]
-    if low:  # stays level in KV: even out the batch, and fill ranks that are long already
-        return min(low, key=lambda r: (r.num_requests, -r.num_kv_tokens, r.rank_id))
-    return min(fit, key=lambda r: (r.num_kv_tokens, r.num_requests, r.rank_id), default=None)
+    """Returns the rank for a request of this length; None when no rank has room.
+
+    `ranks` come in the order of their ids: of equal ones the first is taken. One pass without
+    intermediate lists or keys: with 128 ranks this is the cost of a decision.
+    """
+    low: RankLoad | None = None  # stays level in KV: fewest requests, then longest in KV
+    other: RankLoad | None = None  # above the level: shortest in KV, then fewest requests
+    for rank in ranks:
+        if (
+            rank.num_free_tokens < num_tokens
+            or rank.num_requests >= rank.max_requests
+            or not rank.accepting
+        ):
+            continue
+        if rank.num_kv_tokens + num_tokens <= level:
+            if (
+                low is None
+                or rank.num_requests < low.num_requests
+                or (
+                    rank.num_requests == low.num_requests and rank.num_kv_tokens > low.num_kv_tokens
+                )
+            ):
+                low = rank
+        elif low is None and (
+            other is None
+            or rank.num_kv_tokens < other.num_kv_tokens
+            or (
+                rank.num_kv_tokens == other.num_kv_tokens and rank.num_requests < other.num_requests
+            )
+        ):
+            other = rank
+    return low or other
 
 
 def place(
@@ -68,7 +91,8 @@ def place(
 ) -> list[Placement]:
     """Returns where the leading requests of a FIFO go; it stops at the first that fits nowhere.
 
-    Ranks that are draining or have no recent report must not be among `ranks`.
+    `ranks` come in the order of their ids; those that are draining or have no recent report must
+    not be among them.
     """
     table = {rank.rank_id: rank for rank in ranks}
     level = level_of(lengths, ranks, factor)

@@ -312,6 +312,7 @@ class PrefillBalancer:
         item = self._items[key]
         item.offered_to = None
         item.refused_by.add(engine_id)
+        item.num_refusals += 1
         facts = event.reason.facts
         if not event.reason.retryable:
             # The request's own fault: it would be refused everywhere, and the engine is healthy.
@@ -324,9 +325,11 @@ class PrefillBalancer:
             self._outliers.on_release(engine_id)
         # It said no: nothing more for it until it reports what it has.
         engine.reported_ns = min(engine.reported_ns, 0)
-        if len(item.refused_by) >= self._config.max_offers:
+        if item.num_refusals >= self._config.max_offers:
             self._forget(item, now_s, assigned=None)
             return [self._refuse(key, Reason.OVERLOADED, "every engine asked refused it", 1.0)]
+        if item.refused_by >= self._engines.keys():
+            item.refused_by.clear()  # all have refused once: whoever has room again may take it
         self._requeue_at_head(item)
         return []
 
@@ -551,19 +554,27 @@ class PrefillBalancer:
             actions += self._expire(key, now_s)
 
     def _choose(self, item: Item, lane: int, now_s: float) -> str | None:
+        suitable = [
+            (engine_id, engine)
+            for engine_id, engine in self._engines.items()
+            if engine.suits(item) and self._is_live(engine, now_s)
+        ]
+        own = [pair for pair in suitable if self._table.lane_of[pair[0]] == lane]
+        # A head that nobody of its lane may ever take is everybody's: it must not starve.
         pullers = [
             policy.Puller(engine_id, engine.remaining_ns, engine.is_idle)
-            for engine_id, engine in self._engines.items()
-            if self._table.lane_of[engine_id] == lane and self._may_take(engine, item, now_s)
+            for engine_id, engine in own or suitable
+            if engine.takes_work
         ]
         chosen = policy.choose_puller(pullers, item.cost_ns)
         return chosen.engine_id if chosen else None
 
     def _may_take(self, engine: Engine, item: Item, now_s: float) -> bool:
-        return (
-            engine.can_hold(item)
-            and now_s - engine.heard_s <= self._config.report_timeout_s
-            and self._outliers.allows(engine.joined.engine_id, now_s)
+        return engine.takes_work and engine.suits(item) and self._is_live(engine, now_s)
+
+    def _is_live(self, engine: Engine, now_s: float) -> bool:
+        return now_s - engine.heard_s <= self._config.report_timeout_s and self._outliers.allows(
+            engine.joined.engine_id, now_s
         )
 
     def _offer(self, item: Item, engine_id: str, now_s: float) -> Action:

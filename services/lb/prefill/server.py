@@ -178,7 +178,8 @@ class PrefillLbServicer(rpc.PrefillLbServiceServicer):
         A division that could not be written costs the next leader a few rounds, nothing else.
         """
         assert self._leadership is not None
-        key = keys.named("lb", "prefill", self._config.shard or "0", "buckets")
+        shard = (self._config.shard,) if self._config.shard else ()
+        key = keys.named("lb", "prefill", "buckets", *shard)
         restored_term = 0
         while True:
             if self._leadership.term and self._leadership.term != restored_term:

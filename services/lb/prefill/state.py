@@ -49,6 +49,7 @@ class Item:
     cost_ns: int
     offered_to: str | None = None
     refused_by: set[str] = field(default_factory=set)
+    num_refusals: int = 0
 
 
 @dataclass
@@ -75,16 +76,19 @@ class Engine:
         """Returns whether it holds nothing at all."""
         return self.reported_holding == 0 and not self.unreported
 
-    def can_hold(self, item: Item) -> bool:
-        """Returns whether it takes work now, and this one by its kind."""
+    def suits(self, item: Item) -> bool:
+        """Returns whether the request is of a kind that it takes, room or not."""
         joined = self.joined
         return (
-            self.accepting
-            and self.reported_ns > 0
-            and item.work.num_tokens <= joined.max_tokens
+            item.work.num_tokens <= joined.max_tokens
             and (not joined.accept_buckets or bool(joined.accept_buckets >> item.bucket & 1))
             and joined.engine_id not in item.refused_by
         )
+
+    @property
+    def takes_work(self) -> bool:
+        """Returns whether it takes anything now."""
+        return self.accepting and self.reported_ns > 0
 
 
 @dataclass(frozen=True)

@@ -49,6 +49,39 @@ def test_no_ranks_place_nothing():
     assert policy.place([10], []) == []
 
 
+def slow_pick_rank(ranks, num_tokens, level):
+    """Section 13, word by word."""
+    fit = [
+        rank
+        for rank in ranks
+        if rank.accepting
+        and rank.num_free_tokens >= num_tokens
+        and rank.num_requests < rank.max_requests
+    ]
+    low = [rank for rank in fit if rank.num_kv_tokens + num_tokens <= level]
+    if low:
+        return min(low, key=lambda r: (r.num_requests, -r.num_kv_tokens, r.rank_id))
+    return min(fit, key=lambda r: (r.num_kv_tokens, r.num_requests, r.rank_id), default=None)
+
+
+@settings(max_examples=500, deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 5), st.integers(0, 3), st.integers(0, 6), st.booleans()),
+        max_size=10,
+    ),
+    st.integers(1, 4),
+    st.integers(0, 8),
+)
+def test_the_fast_choice_equals_the_slow_one(loads, num_tokens, level):
+    ranks = [
+        RankLoad(f"d{i}", tokens, requests, free, 3, accepting)
+        for i, (tokens, requests, free, accepting) in enumerate(loads)
+    ]
+    picked = policy.pick_rank(ranks, num_tokens, level)
+    assert picked == slow_pick_rank(ranks, num_tokens, level)
+
+
 RANKS = st.lists(
     st.tuples(st.integers(0, 10**6), st.integers(0, 50), st.integers(0, 10**6)),
     min_size=1,

@@ -287,6 +287,34 @@ def test_p_11_a_request_is_offered_to_at_most_three_engines():
     assert [a.reason for a in refusals] == [Reason.OVERLOADED]
 
 
+def test_a_lone_engine_that_was_full_gets_the_request_again_once_it_has_room():
+    bench = Bench()
+    bench.join("e1")
+    assert offers(bench.submit("r1")) == [("r1", "e1")]
+    for _ in range(2):
+        assert bench.reject("r1", "e1", Reason.ENGINE_FULL) == []
+        assert offers(bench.capacity("e1")) == [("r1", "e1")]
+    refusals = of(bench.reject("r1", "e1", Reason.ENGINE_FULL), ev.Refuse)
+    assert [a.reason for a in refusals] == [Reason.OVERLOADED]
+
+
+def test_a_head_that_its_own_lane_may_not_take_goes_to_any_engine():
+    bench = Bench(steal=Steal.OFF, bucket_bounds=(5_000,))
+    bench.join("e1", accept_buckets=0b01)
+    bench.join("e2", accept_buckets=0b10)
+    bench.submit("short", num_tokens=100)
+    bench.submit("long", num_tokens=6_000)
+    for _ in range(5):
+        bench.now_s += 2.0
+        bench.capacity("e1")
+        bench.capacity("e2")
+    bench.tick()  # one lane each now, whichever way round
+    placed = offers(bench.submit("s2", num_tokens=100)) + offers(
+        bench.submit("l2", num_tokens=6_000)
+    )
+    assert placed == [("s2", "e1"), ("l2", "e2")]
+
+
 def test_ur_47_requests_refused_for_their_own_fault_leave_the_engine_in_rotation():
     bench = Bench()
     bench.join("e1")
