@@ -472,7 +472,7 @@ class DecodeEngine:
                 self._let_go(held, ReservationEvent.RELEASE)
                 found = True
         known = self._sequences.get(key.stream)
-        if known is not None and _matches(key, known[1].key):
+        if known is not None and _matches(key, known[1].key) and not known[1].finished:
             rank, sequence = known
             rank.finish(sequence, FinishReason.ABORT)
             found = True
