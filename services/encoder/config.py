@@ -10,13 +10,28 @@ from services.encoder.patches import PatchConfig
 
 
 @dataclass(frozen=True)
+class EncoderModelConfig:
+    """What computes, and how large its output is."""
+
+    engine: str = "sim"
+    model_id: str = "deepseek-v4.1-flash"
+    hidden: int = 64  # columns of an embedding; the simulation keeps them small
+    ns_per_patch: float = 2_000.0  # predicted time of the forward
+    time_scale: float = 1.0  # 0 answers as fast as the machine can
+    patches: PatchConfig = field(default_factory=PatchConfig)
+
+    def __post_init__(self) -> None:
+        require(self.engine == "sim", f"engine is sim, not {self.engine!r}")
+        require(self.hidden >= 1, "hidden must be at least 1")
+        require(self.ns_per_patch >= 0, "ns_per_patch must not be negative")
+        require(self.time_scale >= 0, "time_scale must not be negative")
+
+
+@dataclass(frozen=True)
 class EncoderConfig:
     """One card; the defaults run on a laptop."""
 
     listen: str = "127.0.0.1:0"
-    engine: str = "sim"
-    model_id: str = "deepseek-v4.1-flash"
-    hidden: int = 64  # columns of an embedding; the simulation keeps them small
     max_batch_patches: int = 16384  # patches of one forward
     max_queued_patches: int = 262144  # beyond it new images are refused
     max_image_bytes: int = 20 * 1024 * 1024
@@ -24,15 +39,11 @@ class EncoderConfig:
     image_timeout_s: float = 20.0
     cache_bytes: int = 256 * 1024 * 1024
     cache_ttl_s: float = 600.0
-    ns_per_patch: float = 2_000.0  # predicted time of the forward
-    time_scale: float = 1.0  # 0 answers as fast as the machine can
     report_interval_s: float = 0.1
     stall_limit_s: float = 60.0
-    patches: PatchConfig = field(default_factory=PatchConfig)
+    model: EncoderModelConfig = field(default_factory=EncoderModelConfig)
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
 
     def __post_init__(self) -> None:
-        require(self.engine == "sim", f"engine is sim, not {self.engine!r}")
-        require(self.hidden >= 1, "hidden must be at least 1")
         require(self.max_batch_patches >= 1, "max_batch_patches must be at least 1")
-        require(self.time_scale >= 0, "time_scale must not be negative")
+        require(self.max_queued_patches >= 1, "max_queued_patches must be at least 1")

@@ -58,8 +58,8 @@ class SimEncoder:
     async def forward(self, items: list[Item]) -> list[bytes | Failure]:
         config = self._config
         patches = sum(item.plan.num_patches for item in items)
-        await self._clock.sleep(patches * config.ns_per_patch / 1e9 * config.time_scale)
-        return [embedding(item.digest, item.plan.num_tokens, config.hidden) for item in items]
+        await self._clock.sleep(patches * config.model.ns_per_patch / 1e9 * config.model.time_scale)
+        return [embedding(item.digest, item.plan.num_tokens, config.model.hidden) for item in items]
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ class EncoderEngine:
     def plan(self, width: int, height: int) -> Plan:
         """Geometry of a declared size. Raises: Failure(INVALID_REQUEST)."""
         try:
-            return plan_geometry(width, height, self.config.patches)
+            return plan_geometry(width, height, self.config.model.patches)
         except ValueError as error:
             raise Failure(Reason.INVALID_REQUEST, str(error)) from None
 
@@ -118,7 +118,7 @@ class EncoderEngine:
         plan = self.plan(width, height)
         namespace = f"{WEIGHTS_ID}\0{tenant}"
         key = await asyncio.to_thread(
-            cache_key, namespace, PROCESSOR_ID, config.patches, width, height, data + digest
+            cache_key, namespace, PROCESSOR_ID, config.model.patches, width, height, data + digest
         )
         found = self.cache.get(key, self._clock.now_s())
         if found is not None:

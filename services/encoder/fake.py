@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from types import TracebackType
 
 from services.encoder.client import Embedding, Picture, Size
-from services.encoder.config import EncoderConfig
+from services.encoder.config import EncoderConfig, EncoderModelConfig
 from services.encoder.engine import EncoderEngine
 from services.encoder.patches import Plan
 
@@ -16,7 +16,9 @@ class FakeEncoder:
     """`async with FakeEncoder() as encoder: await encoder.encode("", picture)`."""
 
     def __init__(self, config: EncoderConfig | None = None) -> None:
-        self.engine = EncoderEngine(config or EncoderConfig(time_scale=0.0))
+        self.engine = EncoderEngine(
+            config or EncoderConfig(model=EncoderModelConfig(time_scale=0.0))
+        )
         self._task: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> FakeEncoder:
@@ -42,7 +44,7 @@ class FakeEncoder:
         done = await self.engine.encode(
             picture.width, picture.height, picture.data, picture.digest, picture.tenant
         )
-        return Embedding(_size(done.plan), self.engine.config.hidden, done.data, done.cached)
+        return Embedding(_size(done.plan), self.engine.config.model.hidden, done.data, done.cached)
 
 
 def _size(plan: Plan) -> Size:

@@ -47,7 +47,7 @@ async def build_engine(runtime: Runtime[EncoderConfig]) -> EncoderEngine:
         EngineControlServicer(control, runtime.instance_id, runtime.boot_id, runtime.clock),
         while_draining=("*",),
     )
-    patches = config.patches
+    patches = config.model.patches
     runtime.announce(
         capacity={
             "max_patches": config.max_queued_patches,
@@ -55,8 +55,8 @@ async def build_engine(runtime: Runtime[EncoderConfig]) -> EncoderEngine:
             "downsample": patches.downsample,
             "max_tokens": patches.max_tokens,
         },
-        fingerprint={"model": config.model_id},
-        labels={"engine": config.engine},
+        fingerprint={"model": config.model.model_id},
+        labels={"engine": config.model.engine},
     )
     runtime.census.register("encoder.queue", "requests", lambda: engine.num_in_progress)
     runtime.census.register("encoder.queue", "queued", lambda: engine.patches_in_progress)

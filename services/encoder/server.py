@@ -81,7 +81,7 @@ class EncoderServicer:
                 embeddings=encoded.data[at : at + PIECE_BYTES],
                 offset_bytes=at,
                 total_bytes=len(encoded.data),
-                hidden=engine.config.hidden,
+                hidden=engine.config.model.hidden,
                 cached=encoded.cached,
             )
             for at in range(0, len(encoded.data), PIECE_BYTES)

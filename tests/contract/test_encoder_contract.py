@@ -15,15 +15,14 @@ from PIL import Image
 from services.common.errors import Failure, Reason
 from services.common.service import RuntimeConfig, running
 from services.encoder.client import EncoderClient, Picture
-from services.encoder.config import EncoderConfig
+from services.encoder.config import EncoderConfig, EncoderModelConfig
 from services.encoder.engine import EncoderEngine
 from services.encoder.fake import FakeEncoder
 from services.encoder.main import build_engine
 from services.engine.sim.pattern import embedding
 
-CONFIG = EncoderConfig(
-    time_scale=0.0, max_image_bytes=100_000, hidden=8, runtime=RuntimeConfig(uvloop=False)
-)
+MODEL = EncoderModelConfig(time_scale=0.0, hidden=8)
+CONFIG = EncoderConfig(max_image_bytes=100_000, model=MODEL, runtime=RuntimeConfig(uvloop=False))
 
 
 @dataclass
@@ -79,7 +78,7 @@ async def test_an_image_gives_one_row_per_token_of_its_span(subject, kind):
 
 async def test_a_large_embedding_comes_whole_in_pieces(subject):
     wide = replace(picture(1920, 1080), digest=bytes(32))
-    object.__setattr__(subject.engine, "config", replace(CONFIG, hidden=4096))
+    object.__setattr__(subject.engine, "config", replace(CONFIG, model=replace(MODEL, hidden=4096)))
     subject.engine._encoder._config = subject.engine.config
     found = await subject.encode(wide)
     assert len(found.data) == found.size.num_tokens * 4096 * 2 > 4 << 20

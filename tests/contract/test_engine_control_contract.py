@@ -25,7 +25,7 @@ MODEL = quick_model()
 ENGINES = {
     "prefill": (PrefillConfig(num_blocks=200, model=MODEL, runtime=RUNTIME), build_prefill),
     "decode": (DecodeConfig(num_blocks=200, model=MODEL, runtime=RUNTIME), build_decode),
-    "encoder": (EncoderConfig(time_scale=0.0, runtime=RUNTIME), build_encoder),
+    "encoder": (EncoderConfig(runtime=RUNTIME), build_encoder),
 }
 ROLES = {
     "prefill": pb.ENGINE_ROLE_PREFILL,
