@@ -165,12 +165,15 @@ fn test_ur_07_markup_spelled_by_ordinary_ids_stays_text() {
     }
 }
 
-/// Malformed markup has one documented result each: (output, visible text, calls).
+/// A malformed output, the text that stays visible, the calls as (name, arguments).
+type Malformed = (String, &'static str, Vec<(&'static str, Value)>);
+
+/// Each has one documented result.
 #[test]
 fn test_ur_08_malformed_markup_has_a_documented_result() {
     let d = "｜DSML｜";
     let body = format!("<{d} parameter name=\"a\" string=\"true\">b</{d} parameter></{d} invoke>");
-    let cases: Vec<(String, &str, Vec<(&str, Value)>)> = vec![
+    let cases: Vec<Malformed> = vec![
         // No wrapper: any tag opens a block, and the invoke marker is found inside it.
         (format!("x<{d} invoke name=\"f\">{body}"), "x", vec![("f", json!({"a": "b"}))]),
         // An unknown tag opens the block too; what follows is not shown.
