@@ -40,6 +40,7 @@ class PrefillBalancer:
         self._items: dict[str, Item] = {}
         self._ended: OrderedDict[str, Ended] = OrderedDict()  # by request id
         self._accepted: dict[str, ev.Assign] = {}  # by key
+        self._waiting_key: dict[str, str] = {}  # request id -> its newest attempt that waits
         self._engines: dict[str, Engine] = {}
         self._table = LaneTable(self._num_buckets, config.min_per_bucket, config.max_moves)
         self._leaders = PrefixLeaders()
@@ -63,8 +64,14 @@ class PrefillBalancer:
         """Takes one event and returns what must be done, in order."""
         actions = self._handle(event, now_s)
         actions += self._release_followers(now_s)
-        actions += self._hand_out(now_s)
+        if not (isinstance(event, ev.Submitted) and self._stands_behind(event.work.key)):
+            actions += self._hand_out(now_s)
         return actions
+
+    def _stands_behind(self, key: str) -> bool:
+        """Returns whether a new request changes nothing yet: under load, that is nearly always."""
+        item = self._items.get(key)
+        return item is not None and self._queues[item.bucket].head() not in (None, key)
 
     @property
     def num_waiting(self) -> int:
@@ -174,10 +181,11 @@ class PrefillBalancer:
                 work.tenant, cost_ns, work.priority, next(self._arrivals)
             )
             arrived_s = now_s
-        place = dataclasses.replace(place, is_new=place.is_new and not is_retry)
+        place = place._replace(is_new=place.is_new and not is_retry)
         self._ended.pop(work.request_id, None)
         item = Item(work, bucket, place, arrived_s, cost_ns)
         self._items[work.key] = item
+        self._waiting_key[work.request_id] = work.key
         if ended is None:  # asked for the first time
             self.counters.missed_tokens += work.num_tokens - work.num_present
         self._count(work, 1)
@@ -228,12 +236,11 @@ class PrefillBalancer:
         return None
 
     def _drop_older_attempts(self, work: Work, now_s: float) -> list[Action]:
-        actions: list[Action] = []
-        for key, item in list(self._items.items()):
-            if item.work.request_id == work.request_id and item.work.attempt < work.attempt:
-                actions += self._cancel(key, now_s)
-                actions.append(self._refuse(key, Reason.CONFLICT, "a newer attempt has come"))
-        return actions
+        key = self._waiting_key.get(work.request_id)
+        if key is None or self._items[key].work.attempt >= work.attempt:
+            return []
+        actions = self._cancel(key, now_s)
+        return [*actions, self._refuse(key, Reason.CONFLICT, "a newer attempt has come")]
 
     def _cancel(self, key: str, now_s: float) -> list[Action]:
         item = self._items.get(key)
@@ -424,7 +431,7 @@ class PrefillBalancer:
         return [*actions, self._refuse(key, Reason.QUEUE_TIMEOUT, text, 1.0)]
 
     def _requeue_at_head(self, item: Item) -> None:
-        item.place = dataclasses.replace(item.place, is_new=False)
+        item.place = item.place._replace(is_new=False)
         self._leaders.leader_waits_again(item.work.key)
         self._queues[item.bucket].push(item.work.key, item.place, item.cost_ns)
 
@@ -450,6 +457,8 @@ class PrefillBalancer:
     def _remove(self, item: Item, now_s: float, assigned: ev.Assign | None) -> None:
         work = item.work
         del self._items[work.key]
+        if self._waiting_key.get(work.request_id) == work.key:
+            del self._waiting_key[work.request_id]
         self._queues[item.bucket].remove(work.key)
         self._count(work, -1)
         until_s = now_s + self._config.remember_s
@@ -554,17 +563,22 @@ class PrefillBalancer:
             actions += self._expire(key, now_s)
 
     def _choose(self, item: Item, lane: int, now_s: float) -> str | None:
-        suitable = [
+        lane_of = self._table.lane_of
+        able = [
             (engine_id, engine)
             for engine_id, engine in self._engines.items()
-            if engine.suits(item) and self._is_live(engine, now_s)
+            if self._may_take(engine, item, now_s)
         ]
-        own = [pair for pair in suitable if self._table.lane_of[pair[0]] == lane]
+        own = [pair for pair in able if lane_of[pair[0]] == lane]
+        if not own and any(
+            lane_of[engine_id] == lane and engine.suits(item) and self._is_live(engine, now_s)
+            for engine_id, engine in self._engines.items()
+        ):
+            return None
         # A head that nobody of its lane may ever take is everybody's: it must not starve.
         pullers = [
             policy.Puller(engine_id, engine.remaining_ns, engine.is_idle)
-            for engine_id, engine in own or suitable
-            if engine.takes_work
+            for engine_id, engine in own or able
         ]
         chosen = policy.choose_puller(pullers, item.cost_ns)
         return chosen.engine_id if chosen else None

@@ -9,11 +9,13 @@ Source: reliability-and-security.md, P-13; kvcache-and-balancing.md, section 18.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass
+from typing import NamedTuple
+
+# Counting is linear; further back, nobody cares for the exact place.
+_MAX_COUNTED = 256
 
 
-@dataclass(frozen=True, order=True)
-class Place:
+class Place(NamedTuple):
     """Where a request stands. Kept while it is away, so that it comes back to the same place."""
 
     is_new: bool  # False sorts first: requests that come back from a lost engine
@@ -85,7 +87,9 @@ class FairQueue:
                 heapq.heapify(self._heap)
 
     def position(self, key: str) -> int:
-        """Returns how many keys stand before this one. Linear: for reports only."""
+        """Returns how many keys stand before this one; of a long queue, all others."""
+        if len(self._costs) > _MAX_COUNTED:
+            return len(self._costs) - 1
         place, _ = self._costs[key]
         return sum(other < place for other, _ in self._costs.values())
 

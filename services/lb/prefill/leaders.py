@@ -8,6 +8,7 @@ Source: kvcache-and-balancing.md, section 12, "Identical cold prefixes".
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 
@@ -29,6 +30,7 @@ class PrefixLeaders:
         self._groups: dict[bytes, _Group] = {}
         self._prefix_of: dict[str, bytes] = {}
         self._probes: dict[str, bytes] = {}  # request id that asks the cache again -> its group
+        self._next_due_s = math.inf  # no group is due before; asked after every event
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -76,6 +78,7 @@ class PrefixLeaders:
         """Notes that the leader is computed from now on, and until when to wait for it."""
         if self.is_leader(key):
             self._groups[self._prefix_of[key]].give_up_s = give_up_s
+            self._next_due_s = min(self._next_due_s, give_up_s)
 
     def leader_waits_again(self, key: str) -> None:
         """Notes that the leader is back in the queue."""
@@ -97,13 +100,17 @@ class PrefixLeaders:
         if committed:
             return self._dissolve(prefix)
         group.leader, group.probe_s, group.give_up_s = None, probe_s, None
-        if not group.followers:
+        if group.followers:
+            self._next_due_s = min(self._next_due_s, probe_s)
+        else:
             self._dissolve(prefix)
         return []
 
     def due(self, now_s: float, probe_timeout_s: float) -> list[str]:
         """Returns the followers that should ask the cache again now."""
         released: list[str] = []
+        if now_s < self._next_due_s:
+            return released
         for prefix, group in list(self._groups.items()):
             if group.leader is not None:
                 if group.give_up_s is None or now_s < group.give_up_s:
@@ -124,6 +131,15 @@ class PrefixLeaders:
                 self._drop_probe(prefix)
                 group.probe_s = now_s + probe_timeout_s
                 released.append(probe)
+        self._next_due_s = min(
+            (
+                due_s
+                for group in self._groups.values()
+                for due_s in (group.give_up_s, group.probe_s)
+                if due_s is not None
+            ),
+            default=math.inf,
+        )
         return released
 
     def probe_left(self, key: str, request_id: str, prefix: bytes) -> None:

@@ -1,7 +1,5 @@
 """Order inside one bucket."""
 
-import dataclasses
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -68,7 +66,7 @@ def test_higher_priority_goes_first_and_what_came_back_before_all():
     push(queue, "normal", "acme", 10, 0)
     push(queue, "urgent", "acme", 10, 1, priority=5)
     place = queue.place_for("acme", 10, 0, 2)
-    queue.push("back", dataclasses.replace(place, is_new=False), 10)
+    queue.push("back", place._replace(is_new=False), 10)
     assert drain(queue) == ["back", "urgent", "normal"]
 
 
