@@ -24,23 +24,27 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(pelagos/so_compiler/v1/so_compiler.proto\x12\x16pelagos.so_compiler.v1\"\x9d\x01\n\x0e\x43ompileRequest\x12\x31\n\x04type\x18\x01 \x01(\x0e\x32#.pelagos.so_compiler.v1.GrammarType\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x0e\n\x06strict\x18\x03 \x01(\x08\x12\x14\n\x0ctokenizer_id\x18\x04 \x01(\t\x12\x0e\n\x06tenant\x18\x05 \x01(\t\x12\x12\n\ntimeout_ms\x18\x06 \x01(\r\"q\n\x0f\x43ompileResponse\x12\x14\n\x0c\x61rtifact_key\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x12\n\ncompile_ms\x18\x03 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x04 \x01(\x08\x12\x10\n\x08warnings\x18\x05 \x03(\t\"$\n\x0c\x46\x65tchRequest\x12\x14\n\x0c\x61rtifact_key\x18\x01 \x01(\t\"k\n\rFetchResponse\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12\x17\n\x0f\x62\x61\x63kend_version\x18\x02 \x01(\t\x12\x14\n\x0ctokenizer_id\x18\x03 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\x12\x0c\n\x04last\x18\x05 \x01(\x08*\xf0\x01\n\x0bGrammarType\x12\x1c\n\x18GRAMMAR_TYPE_UNSPECIFIED\x10\x00\x12\x1c\n\x18GRAMMAR_TYPE_JSON_SCHEMA\x10\x01\x12\x1c\n\x18GRAMMAR_TYPE_JSON_OBJECT\x10\x02\x12\x16\n\x12GRAMMAR_TYPE_REGEX\x10\x03\x12\x15\n\x11GRAMMAR_TYPE_EBNF\x10\x04\x12\x17\n\x13GRAMMAR_TYPE_CHOICE\x10\x05\x12\x1a\n\x16GRAMMAR_TYPE_TOOL_CALL\x10\x06\x12#\n\x1fGRAMMAR_TYPE_TOOL_CALL_REQUIRED\x10\x07\x32\xc7\x01\n\x11SoCompilerService\x12Z\n\x07\x43ompile\x12&.pelagos.so_compiler.v1.CompileRequest\x1a\'.pelagos.so_compiler.v1.CompileResponse\x12V\n\x05\x46\x65tch\x12$.pelagos.so_compiler.v1.FetchRequest\x1a%.pelagos.so_compiler.v1.FetchResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n(pelagos/so_compiler/v1/so_compiler.proto\x12\x16pelagos.so_compiler.v1\"\x9d\x02\n\x0e\x43ompileRequest\x12\x31\n\x04type\x18\x01 \x01(\x0e\x32#.pelagos.so_compiler.v1.GrammarType\x12\x0e\n\x06source\x18\x02 \x01(\t\x12\x0e\n\x06strict\x18\x03 \x01(\x08\x12\x14\n\x0ctokenizer_id\x18\x04 \x01(\t\x12\x0e\n\x06tenant\x18\x05 \x01(\t\x12\x12\n\ntimeout_ms\x18\x06 \x01(\r\x12K\n\x0bspecial_ids\x18\x07 \x03(\x0b\x32\x36.pelagos.so_compiler.v1.CompileRequest.SpecialIdsEntry\x1a\x31\n\x0fSpecialIdsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"q\n\x0f\x43ompileResponse\x12\x14\n\x0c\x61rtifact_key\x18\x01 \x01(\t\x12\x12\n\nsize_bytes\x18\x02 \x01(\x04\x12\x12\n\ncompile_ms\x18\x03 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x04 \x01(\x08\x12\x10\n\x08warnings\x18\x05 \x03(\t\"$\n\x0c\x46\x65tchRequest\x12\x14\n\x0c\x61rtifact_key\x18\x01 \x01(\t\"k\n\rFetchResponse\x12\x0f\n\x07\x62\x61\x63kend\x18\x01 \x01(\t\x12\x17\n\x0f\x62\x61\x63kend_version\x18\x02 \x01(\t\x12\x14\n\x0ctokenizer_id\x18\x03 \x01(\t\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\x12\x0c\n\x04last\x18\x05 \x01(\x08*\xf0\x01\n\x0bGrammarType\x12\x1c\n\x18GRAMMAR_TYPE_UNSPECIFIED\x10\x00\x12\x1c\n\x18GRAMMAR_TYPE_JSON_SCHEMA\x10\x01\x12\x1c\n\x18GRAMMAR_TYPE_JSON_OBJECT\x10\x02\x12\x16\n\x12GRAMMAR_TYPE_REGEX\x10\x03\x12\x15\n\x11GRAMMAR_TYPE_EBNF\x10\x04\x12\x17\n\x13GRAMMAR_TYPE_CHOICE\x10\x05\x12\x1a\n\x16GRAMMAR_TYPE_TOOL_CALL\x10\x06\x12#\n\x1fGRAMMAR_TYPE_TOOL_CALL_REQUIRED\x10\x07\x32\xc7\x01\n\x11SoCompilerService\x12Z\n\x07\x43ompile\x12&.pelagos.so_compiler.v1.CompileRequest\x1a\'.pelagos.so_compiler.v1.CompileResponse\x12V\n\x05\x46\x65tch\x12$.pelagos.so_compiler.v1.FetchRequest\x1a%.pelagos.so_compiler.v1.FetchResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pelagos.so_compiler.v1.so_compiler_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_GRAMMARTYPE']._serialized_start=491
-  _globals['_GRAMMARTYPE']._serialized_end=731
+  _globals['_COMPILEREQUEST_SPECIALIDSENTRY']._loaded_options = None
+  _globals['_COMPILEREQUEST_SPECIALIDSENTRY']._serialized_options = b'8\001'
+  _globals['_GRAMMARTYPE']._serialized_start=619
+  _globals['_GRAMMARTYPE']._serialized_end=859
   _globals['_COMPILEREQUEST']._serialized_start=69
-  _globals['_COMPILEREQUEST']._serialized_end=226
-  _globals['_COMPILERESPONSE']._serialized_start=228
-  _globals['_COMPILERESPONSE']._serialized_end=341
-  _globals['_FETCHREQUEST']._serialized_start=343
-  _globals['_FETCHREQUEST']._serialized_end=379
-  _globals['_FETCHRESPONSE']._serialized_start=381
-  _globals['_FETCHRESPONSE']._serialized_end=488
-  _globals['_SOCOMPILERSERVICE']._serialized_start=734
-  _globals['_SOCOMPILERSERVICE']._serialized_end=933
+  _globals['_COMPILEREQUEST']._serialized_end=354
+  _globals['_COMPILEREQUEST_SPECIALIDSENTRY']._serialized_start=305
+  _globals['_COMPILEREQUEST_SPECIALIDSENTRY']._serialized_end=354
+  _globals['_COMPILERESPONSE']._serialized_start=356
+  _globals['_COMPILERESPONSE']._serialized_end=469
+  _globals['_FETCHREQUEST']._serialized_start=471
+  _globals['_FETCHREQUEST']._serialized_end=507
+  _globals['_FETCHRESPONSE']._serialized_start=509
+  _globals['_FETCHRESPONSE']._serialized_end=616
+  _globals['_SOCOMPILERSERVICE']._serialized_start=862
+  _globals['_SOCOMPILERSERVICE']._serialized_end=1061
 # @@protoc_insertion_point(module_scope)

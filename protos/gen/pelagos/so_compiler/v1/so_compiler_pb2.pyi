@@ -69,12 +69,33 @@ class CompileRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class SpecialIdsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     TYPE_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
     STRICT_FIELD_NUMBER: _builtins.int
     TOKENIZER_ID_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     TIMEOUT_MS_FIELD_NUMBER: _builtins.int
+    SPECIAL_IDS_FIELD_NUMBER: _builtins.int
     type: Global___GrammarType.ValueType
     """Kind."""
     source: _builtins.str
@@ -87,6 +108,10 @@ class CompileRequest(_message.Message):
     """Tenant, for shares and concurrency."""
     timeout_ms: _builtins.int
     """Wall time at most; 0 means the service's limit."""
+    @_builtins.property
+    def special_ids(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Ids of the special tokens that the grammar names (tool calls need Dsml); part of the key."""
+
     def __init__(
         self,
         *,
@@ -96,10 +121,11 @@ class CompileRequest(_message.Message):
         tokenizer_id: _builtins.str = ...,
         tenant: _builtins.str = ...,
         timeout_ms: _builtins.int = ...,
+        special_ids: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["source", b"source", "strict", b"strict", "tenant", b"tenant", "timeout_ms", b"timeout_ms", "tokenizer_id", b"tokenizer_id", "type", b"type"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["source", b"source", "special_ids", b"special_ids", "strict", b"strict", "tenant", b"tenant", "timeout_ms", b"timeout_ms", "tokenizer_id", b"tokenizer_id", "type", b"type"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
