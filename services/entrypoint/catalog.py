@@ -105,9 +105,13 @@ class Catalog:
         """Returns the names clients may ask for now, sorted."""
         return sorted(name for name in codec_names if self._find(name) is not None)
 
-    def profile(self, name: str) -> Profile:
-        """Returns what serves a model name. Raises Failure(NO_INSTANCE, NOT_FOUND)."""
-        found = self._find(name)
+    def profile(self, name: str, *, is_exact: bool = False) -> Profile:
+        """Returns what serves a model name. Raises Failure(NO_INSTANCE, NOT_FOUND).
+
+        Args:
+            is_exact: the name is an engine's own, no codec has looked at it.
+        """
+        found = self.models().get(name) if is_exact else self._find(name)
         if found is not None:
             return found
         if not self._profiles:

@@ -107,6 +107,7 @@ async def build(runtime: Runtime[EntrypointConfig]) -> Parts:
         quota=quota,
         instruments=instruments,
         fetcher=ImageFetcher(_url_policy(config)),
+        keys=keys,
         outputs=set(),
     )
     pipeline = Pipeline(parts)

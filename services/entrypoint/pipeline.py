@@ -35,6 +35,7 @@ from services.entrypoint.constraint import Constraint, constraint_of
 from services.entrypoint.generation import Engines, Generation, Job, settle
 from services.entrypoint.http_body import Body
 from services.entrypoint.image_fetch import ImageFetcher
+from services.entrypoint.key_store import KeyStore
 from services.entrypoint.ledger import Entry, Ledger, Outcome, outcome_of
 from services.entrypoint.media import media_spans
 from services.entrypoint.neighbours import Codec, Compiler
@@ -90,6 +91,7 @@ class Parts:
     quota: Quota
     instruments: telemetry.Instruments
     fetcher: ImageFetcher
+    keys: KeyStore
     outputs: set[StreamOutput]
 
 

@@ -17,7 +17,7 @@ from pelagos.so_compiler.v1 import so_compiler_pb2 as so
 from services.common import tracing
 from services.common.call import current_call, set_current_call
 from services.common.errors import Failure, Reason
-from services.common.ids import is_request_id, new_request_id
+from services.common.ids import new_request_id
 from services.common.rpc_errors import to_proto
 from services.common.rpc_server import deadline_of
 from services.entrypoint.auth import SCOPE_EXPLAIN, SCOPE_INFERENCE, Identity, bearer_key
@@ -33,9 +33,9 @@ from services.entrypoint.pipeline import (
     call_of,
     demand_fitting,
 )
+from services.entrypoint.token_request import check_request
 from services.entrypoint.token_stream import Delivered
 
-_MAX_TOKENS: Final = 393_216
 _MAX_QUEUED_STEPS: Final = 4096
 
 
@@ -53,9 +53,9 @@ class EntrypointServicer(rpc.EntrypointServiceServicer):
         """Generates; failures before the first token are the call's status."""
         parts, clock = self._parts, self._parts.engines.clock
         identity = self._identify(context, SCOPE_INFERENCE)
-        profile = parts.catalog.profile(request.model)
+        profile = parts.catalog.profile(request.model, is_exact=True)
         constraint = constraint_named(request.constraint_type, request.constraint_source)
-        _check(request, profile.max_model_len)
+        check_request(request, profile.max_model_len)
         request_id = request.request_id or new_request_id()
         deadline_s = deadline_of(context, clock)
         now_s = clock.now_s()
@@ -259,7 +259,7 @@ class _TokenRun:
         usage = records.Usage()
         usage.CopyFrom(generation.stream.usage)
         usage.prompt_tokens = self._admitted.entry.prompt_tokens
-        usage.output_tokens = max(usage.output_tokens, generation.num_output_tokens)
+        usage.output_tokens = generation.num_output_tokens  # over all attempts
         return usage
 
     async def _compile(self, constraint: Constraint, tokenizer_id: str) -> records.GrammarRef:
@@ -293,31 +293,4 @@ class _TokenRun:
             traceparent=tracing.current_traceparent() or admitted.traceparent,
             cache_salt=request.cache_salt,
             media=list(request.media),
-        )
-
-
-def _check(request: pb.GenerateRequest, max_model_len: int) -> None:
-    if len(request.prompt_tokens) % 4 or not request.prompt_tokens:
-        raise Failure(Reason.INVALID_REQUEST, "prompt_tokens must hold one or more u32")
-    if request.request_id and not is_request_id(request.request_id):
-        raise Failure(Reason.INVALID_REQUEST, "request_id has characters that are not allowed")
-    if len(request.cache_salt) > 256:
-        raise Failure(Reason.INVALID_REQUEST, "cache_salt is longer than 256 characters")
-    sampling = request.sampling
-    if not 1 <= sampling.max_tokens <= _MAX_TOKENS:
-        raise Failure(
-            Reason.INVALID_REQUEST,
-            f"max_tokens must be in [1, {_MAX_TOKENS}]",
-            {"max_tokens": str(sampling.max_tokens)},
-        )
-    if not 0 <= sampling.temperature <= 2 or not 0 <= sampling.top_p <= 1:
-        raise Failure(Reason.INVALID_REQUEST, "temperature or top_p is out of range")
-    if sampling.top_logprobs > 20 or (sampling.top_logprobs and not sampling.logprobs):
-        raise Failure(Reason.INVALID_REQUEST, "top_logprobs must be in [0, 20] and needs logprobs")
-    num_tokens = len(request.prompt_tokens) // 4
-    if max_model_len and num_tokens >= max_model_len:
-        raise Failure(
-            Reason.CONTEXT_LENGTH,
-            f"the prompt has {num_tokens} tokens, the model takes {max_model_len}",
-            {"num_tokens": str(num_tokens), "max_tokens": str(max_model_len)},
         )
