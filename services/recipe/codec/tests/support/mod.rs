@@ -5,7 +5,6 @@ pub mod sha256;
 pub mod streams;
 
 use std::path::{Path, PathBuf};
-use std::process::Command;
 use std::sync::{Arc, LazyLock};
 
 use pelagos_codec::encode::Tokenizer;
@@ -41,39 +40,21 @@ pub fn json_lines(path: &Path) -> Vec<Value> {
     lines
 }
 
-/// The V4.1 tokenizer: `PELAGOS_TOKENIZER`, or built once from the package that set-up installs.
+/// The V4.1 tokenizer that set-up builds, or the file that `PELAGOS_TOKENIZER` names.
 pub fn tokenizer() -> Arc<Tokenizer> {
     static TOKENIZER: LazyLock<Arc<Tokenizer>> = LazyLock::new(|| {
         let path = match std::env::var_os("PELAGOS_TOKENIZER") {
             Some(path) => PathBuf::from(path),
-            None => built_tokenizer(),
+            None => repo_root().join("build/tokenizer/tokenizer-v41.json"),
         };
-        Arc::new(Tokenizer::from_file(&path).expect("a tokenizer file"))
+        let tokenizer = Tokenizer::from_file(&path);
+        Arc::new(tokenizer.unwrap_or_else(|error| panic!("no tokenizer; run set-up: {error:?}")))
     });
     Arc::clone(&TOKENIZER)
 }
 
 pub fn vocabulary() -> Arc<dyn Vocabulary> {
     tokenizer()
-}
-
-fn built_tokenizer() -> PathBuf {
-    let folder = Path::new(env!("CARGO_TARGET_TMPDIR")).join("tokenizer");
-    let file = folder.join("tokenizer-v41.json");
-    if !file.is_file() {
-        // Built beside and renamed, because test binaries run at the same time.
-        let fresh = folder.with_extension(std::process::id().to_string());
-        let status = Command::new(repo_root().join(".venv/bin/python"))
-            .arg(golden_folder().join("make_tokenizer.py"))
-            .arg(&fresh)
-            .status()
-            .expect("the Python of set-up starts");
-        assert!(status.success(), "make_tokenizer.py failed");
-        if std::fs::rename(&fresh, &folder).is_err() {
-            std::fs::remove_dir_all(&fresh).expect("the other process's folder stays");
-        }
-    }
-    file
 }
 
 /// Reads the `parsing` object of the vectors; absent keys are tools on, the rest off.
