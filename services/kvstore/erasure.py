@@ -146,7 +146,12 @@ def code_for(profile: Profile) -> Code:
 
 
 def split(data: Buffer, profile: Profile) -> list[memoryview]:
-    """Returns the k + m shards of an object, data first, the last data shard padded with zeros."""
+    """Returns the k + m shards of an object, data first, the last data shard padded with zeros.
+
+    With k = 1 every shard is a plain copy.
+    """
+    if profile.k == 1:
+        return [memoryview(bytes(data))] * profile.num_shards
     size = shard_bytes(len(data), profile)
     padded = bytearray(size * profile.k)
     padded[: len(data)] = data
@@ -160,6 +165,8 @@ def join(shards: Mapping[int, Buffer], object_bytes: int, profile: Profile) -> b
     """Returns the object from at least k shards by index, or None when there are fewer."""
     if len(shards) < profile.k:
         return None
+    if profile.k == 1:
+        return bytes(next(iter(shards.values())))[:object_bytes]
     missing = [index for index in range(profile.k) if index not in shards]
     parts: dict[int, Buffer] = dict(shards)
     if missing:
@@ -168,3 +175,14 @@ def join(shards: Mapping[int, Buffer], object_bytes: int, profile: Profile) -> b
         for number, index in enumerate(missing):
             parts[index] = rebuilt[number * size : (number + 1) * size]
     return b"".join(parts[index] for index in range(profile.k))[:object_bytes]
+
+
+def rebuild(
+    shards: Sequence[tuple[int, Buffer]], wanted: Sequence[int], profile: Profile
+) -> list[bytes]:
+    """Returns the shards `wanted` from at least k others. Raises ValueError below k."""
+    if profile.k == 1:
+        return [bytes(shards[0][1])] * len(wanted)
+    data = code_for(profile).decode(shards, wanted)
+    size = len(data) // len(wanted)
+    return [data[at : at + size] for at in range(0, len(data), size)]

@@ -1,8 +1,9 @@
 """Headers of objects and shards, and metadata records, as they lie on disk.
 
 A parser returns None for anything that is not exactly what a writer makes: doubt is a miss.
-Source: kvcache-and-balancing.md, sections 3.1 to 3.3. One use of reserved bytes is ours: object
-header bytes 176..191 hold the tenant tag that deletion looks for (docs/adr).
+Source: kvcache-and-balancing.md, sections 3.1 to 3.3. Two uses of reserved bytes are ours
+(docs/adr): object header bytes 176..191 hold the tenant tag that deletion looks for, and shard
+header bytes 10..11 the block's flags, so that metadata can be rebuilt from shards alone.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class State(enum.IntEnum):
 
 
 _OBJECT: Final = struct.Struct("<8sHHI32s32s32sIHBxI4x16sQQ16s16s60x")
-_SHARD: Final = struct.Struct("<4sBBBBBB2xIII16s16sQII52x")
+_SHARD: Final = struct.Struct("<4sBBBBBBHIII16s16sQII52x")
 _RECORD: Final = struct.Struct("<Q16sIIIBBHHH")
 _CRC: Final = struct.Struct("<I")
 assert _OBJECT.size == OBJECT_HEADER_BYTES - 4
@@ -145,6 +146,7 @@ class ShardHeader:
     put_id: int
     created_s: int
     data_crc: int
+    flags: int = 0
 
     def pack(self) -> bytes:
         """Returns the 128 bytes."""
@@ -157,6 +159,7 @@ class ShardHeader:
                 self.m,
                 self.algorithm,
                 self.ttl_class,
+                self.flags,
                 self.shard_bytes,
                 self.object_bytes,
                 self.block_index,
@@ -176,7 +179,12 @@ class ShardHeader:
         fields = _SHARD.unpack_from(data)
         if fields[0] != b"DKSH" or fields[1] != 1:
             return None
-        return cls(*fields[2:])
+        shard, k, m, algorithm, ttl_class, flags = fields[2:8]
+        length, object_bytes, index, key16, parent16, put_id, created, crc = fields[8:]
+        return cls(
+            shard, k, m, algorithm, ttl_class,
+            length, object_bytes, index, key16, parent16, put_id, created, crc, flags,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -62,6 +62,7 @@ class IndexTable(Protocol):
     ) -> list[tuple[bytes, bool]]: ...
     def stale(self, state: int, epoch: int) -> list[bytes]: ...
     def apply_log(self, log: Buffer) -> tuple[int, int]: ...
+    def merge(self, log: Buffer, first_seq: int, /) -> tuple[bytes, list[bytes]]: ...
     def snapshot(self, cursor: int, limit: int, seq: int) -> tuple[bytes, int | None]: ...
     def census(self) -> list[tuple[int, int, int]]: ...
 
@@ -204,6 +205,24 @@ class PlainIndexTable:
                 self._records.pop(key, None)
             consumed += LOG_ENTRY_BYTES
         return consumed, last
+
+    def merge(self, log: Buffer, first_seq: int, /) -> tuple[bytes, list[bytes]]:
+        """Returns (entries of our own log for what the other sets, keys that it removes)."""
+        raw = bytes(log)
+        entries: list[bytes] = []
+        removed: list[bytes] = []
+        for at in range(0, len(raw) - LOG_ENTRY_BYTES + 1, LOG_ENTRY_BYTES):
+            entry = decode_entry(raw[at : at + LOG_ENTRY_BYTES])
+            if entry is None:
+                break
+            _, op, key, record = entry
+            if op != OP_SET:
+                removed.append(key)
+                continue
+            fields = self._records[key] = fields_of(record)
+            seq = first_seq + len(entries)
+            entries.append(encode_entry(seq, OP_SET, key, fields, NO_KEY16, self._num_groups))
+        return b"".join(entries), removed
 
     def snapshot(self, cursor: int, limit: int, seq: int) -> tuple[bytes, int | None]:
         """Returns (log entries, next cursor or None), in the order of the keys' hashes."""

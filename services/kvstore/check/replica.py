@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from services.kvstore.formats import TtlClass
 from services.kvstore.hit_policy import EndedBy
-from services.kvstore.index_table import EPOCH_S, TTL_S, IndexTable, Stop, new_table
+from services.kvstore.index_table import EPOCH_S, TTL_S, Fields, IndexTable, Stop, new_table
 
 
 class Replica:
@@ -28,6 +28,15 @@ class Replica:
 
     def __len__(self) -> int:
         return len(self._table)
+
+    @property
+    def table(self) -> IndexTable:
+        """Returns the table that answers now."""
+        return self._table
+
+    def get(self, key16: bytes) -> Fields | None:
+        """Returns the record of a key as the log last told it."""
+        return self._table.get(key16)
 
     @property
     def memory_bytes(self) -> int:

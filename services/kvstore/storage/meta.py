@@ -216,6 +216,16 @@ class Meta:
         self._set(key16, fields_of(record), record.parent16)
         return True
 
+    def merge(self, entries: bytes) -> list[bytes]:
+        """Takes over what another log sets; returns the keys that it removes."""
+        ours, removed = self.table.merge(entries, self.next_seq)
+        self._append(ours)
+        return removed
+
+    def put_fields(self, key16: bytes, fields: Fields) -> None:
+        """Sets a record as it is; for copies of other logs."""
+        self._set(key16, fields)
+
     def touch(self, keys: bytes, stride: int, ttl_class: int) -> int:
         """Renews access and raises the class; returns how many records moved."""
         entries = self.table.touch(keys, stride, self.epoch, ttl_class, self.next_seq)

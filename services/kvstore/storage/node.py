@@ -68,23 +68,7 @@ class Node:
         self.num_lost = self.meta.remove(lost)
         # Newest first: of two puts of one key the later one was acknowledged last.
         for header in sorted(stray, key=lambda h: h.created_s, reverse=True):
-            self.num_adopted += self.meta.adopt(header.key16, await self._record_of(header))
-
-    async def _record_of(self, header: ShardHeader) -> Record:
-        shard, _ = await self.backend.get_shard(ShardRef(header.key16, header.shard, header.put_id))
-        start = SHARD_HEADER_BYTES
-        found = ObjectHeader.parse(shard[start : start + OBJECT_HEADER_BYTES]) if shard else None
-        return Record(
-            put_id=header.put_id,
-            block_index=header.block_index,
-            created_s=header.created_s,
-            access_epoch=header.created_s // EPOCH_S,
-            shards=1 << header.shard,
-            state=State.COMMITTED,
-            ttl_class=header.ttl_class,
-            flags=found.flags if found else 0,
-            parent16=header.parent16,
-        )
+            self.num_adopted += self.meta.adopt(header.key16, _record_of(header))
 
     # ---- what garbage collection asks ---------------------------------------------------------
 
@@ -174,3 +158,17 @@ class Node:
         """Makes everything durable and lets go."""
         await self.backend.close()
         await asyncio.to_thread(self.meta.close)
+
+
+def _record_of(header: ShardHeader) -> Record:
+    return Record(
+        put_id=header.put_id,
+        block_index=header.block_index,
+        created_s=header.created_s,
+        access_epoch=header.created_s // EPOCH_S,
+        shards=1 << header.shard,
+        state=State.COMMITTED,
+        ttl_class=header.ttl_class,
+        flags=header.flags,
+        parent16=header.parent16,
+    )

@@ -345,5 +345,6 @@ def whole_shard(block: NewBlock, put_id: int, wall_s: float) -> list[Buffer]:
         put_id=put_id,
         created_s=int(wall_s),
         data_crc=crc32c(block.payload, crc32c(header)),
+        flags=block.flags,
     )
     return [shard.pack(), header, block.payload]

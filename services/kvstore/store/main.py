@@ -13,10 +13,18 @@ from services.common.shm_ring import reclaim_orphans
 from services.kvstore.backends.local import LocalBackend, LocalBackendConfig
 from services.kvstore.config import StoreConfig
 from services.kvstore.gc.collector import Collector
+from services.kvstore.storage.keeper import MapView
+from services.kvstore.storage.links import Links
 from services.kvstore.storage.node import Node
-from services.kvstore.store.blocks import EmbeddedBlocks
+from services.kvstore.store.blocks import BlockStore, EmbeddedBlocks
+from services.kvstore.store.cluster import ClusterBlocks, ClusterConfig
+from services.kvstore.store.cluster_index import ClusterIndex
 from services.kvstore.store.fetch import Fetcher
-from services.kvstore.store.metrics import export_store_metrics
+from services.kvstore.store.metrics import (
+    export_cluster_metrics,
+    export_flow_metrics,
+    export_local_metrics,
+)
 from services.kvstore.store.put import Putter
 from services.kvstore.store.rings import RingCache
 from services.kvstore.store.server import StoreServicer
@@ -42,17 +50,8 @@ async def open_node(config: StoreConfig, clock: Clock) -> Node:
 async def build(runtime: Runtime[StoreConfig]) -> None:
     """Wires the process."""
     config = runtime.config
-    node = await open_node(config, runtime.clock)
-    runtime.on_stop(node.close)
-    blocks = EmbeddedBlocks(
-        node, config.lines, durable=config.put_ack == "durable", clock=runtime.clock
-    )
-    collector = Collector(
-        node,
-        config.lines,
-        max_deletes_per_s=config.gc_max_deletes_per_s,
-        clock=runtime.clock,
-    )
+    opened = await (open_nodes(runtime) if config.backend == "nodes" else open_local(runtime))
+    blocks: BlockStore = opened
     fetcher = Fetcher(blocks, config.max_inflight_fetch_bytes, clock=runtime.clock)
     putter = Putter(blocks, config.max_queued_put_bytes, config.max_parallel_puts)
     rings = RingCache()
@@ -72,22 +71,67 @@ async def build(runtime: Runtime[StoreConfig]) -> None:
     runtime.on_drain(end_streams)
     runtime.on_stop(close_rings)
     runtime.count_in_flight(lambda: fetcher.num_running + putter.num_queued)
-    runtime.spawn(collector.run(config.gc_every_s, config.gc_orphans_every_s), "gc")
-    runtime.spawn(make_room(blocks, collector), "make room")
     runtime.spawn(sweep_rings(rings, runtime.clock), "sweep rings")
-    if config.scrub_bytes_per_s > 0:
-        runtime.spawn(scrub(node, config.scrub_bytes_per_s, runtime.clock), "scrub")
-    runtime.census.register("kv.meta", "entries", lambda: len(node.meta.table))
-    runtime.census.register("kv.meta", "leases", lambda: node.meta.num_pins)
     runtime.census.register("kv.put", "queued", lambda: putter.num_queued)
     runtime.census.register("kv.put", "bytes", lambda: putter.num_queued_bytes)
     runtime.census.register("kv.fetch", "transfers", lambda: fetcher.num_running)
     runtime.census.register("kv.fetch", "bytes", lambda: fetcher.num_inflight_bytes)
-    export_store_metrics(runtime.metrics, node, blocks, putter, fetcher, collector)
+    export_flow_metrics(runtime.metrics, putter, fetcher)
     runtime.announce(
         capacity={"kv_bytes": float(config.capacity_bytes)},
         labels={"backend": config.backend},
     )
+
+
+async def open_local(runtime: Runtime[StoreConfig]) -> EmbeddedBlocks:
+    """Returns blocks on this machine's disk, with what looks after them."""
+    config = runtime.config
+    node = await open_node(config, runtime.clock)
+    runtime.on_stop(node.close)
+    blocks = EmbeddedBlocks(
+        node, config.lines, durable=config.put_ack == "durable", clock=runtime.clock
+    )
+    collector = Collector(
+        node,
+        config.lines,
+        max_deletes_per_s=config.gc_max_deletes_per_s,
+        clock=runtime.clock,
+    )
+    runtime.spawn(collector.run(config.gc_every_s, config.gc_orphans_every_s), "gc")
+    runtime.spawn(make_room(blocks, collector), "make room")
+    if config.scrub_bytes_per_s > 0:
+        runtime.spawn(scrub(node, config.scrub_bytes_per_s, runtime.clock), "scrub")
+    runtime.census.register("kv.meta", "entries", lambda: len(node.meta.table))
+    runtime.census.register("kv.meta", "leases", lambda: node.meta.num_pins)
+    export_local_metrics(runtime.metrics, node, blocks, collector)
+    return blocks
+
+
+async def open_nodes(runtime: Runtime[StoreConfig]) -> ClusterBlocks:
+    """Returns blocks over the cluster's storage nodes."""
+    config = runtime.config
+    view = MapView(runtime.store, runtime.keys, runtime.view, runtime.clock)
+    links = Links(runtime.channels, view.address_of, runtime.clock)
+    index = ClusterIndex(view, links, runtime.clock)
+    cluster = ClusterConfig(
+        payload_bytes=config.payload_bytes,
+        hedge_s=config.hedge_ms / 1000,
+        read_timeout_s=config.read_timeout_ms / 1000,
+        put_timeout_s=config.put_timeout_ms / 1000,
+        durable=config.put_ack == "durable",
+    )
+    blocks = ClusterBlocks(view, links, index, cluster, runtime.clock)
+
+    async def close() -> None:
+        await blocks.close()
+        await links.close()
+
+    runtime.on_stop(close)
+    runtime.spawn(view.run(), "placement map")
+    runtime.spawn(index.run(), "follow nodes")
+    runtime.census.register("kv.meta", "entries", lambda: len(index))
+    export_cluster_metrics(runtime.metrics, blocks, index)
+    return blocks
 
 
 async def make_room(blocks: EmbeddedBlocks, collector: Collector) -> None:

@@ -38,6 +38,7 @@ SHARD = ShardHeader(
     put_id=0x99,
     created_s=1_700_000_000,
     data_crc=0xDEADBEEF,
+    flags=4,
 )
 RECORD = Record(
     put_id=5,
@@ -71,6 +72,7 @@ def test_shard_header_offsets() -> None:
     data = SHARD.pack()
     assert len(data) == 128
     assert data[:10] == b"DKSH" + bytes([1, 3, 10, 2, 1, 1])
+    assert struct.unpack_from("<H", data, 10) == (4,)
     assert struct.unpack_from("<III", data, 12) == (11_520, 114_944, 9)
     assert (data[24:40], data[40:56]) == (SHARD.key16, SHARD.parent16)
     assert struct.unpack_from("<QII", data, 56) == (0x99, 1_700_000_000, 0xDEADBEEF)

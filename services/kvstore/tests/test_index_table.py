@@ -8,6 +8,7 @@ from services.kvstore.checksums import native
 from services.kvstore.formats import LOG_ENTRY_BYTES, State, TtlClass
 from services.kvstore.gc.policy import Waterlines, admits_put, choose, num_to_evict, relief_shares
 from services.kvstore.index_table import (
+    OP_REMOVE,
     OP_SET,
     TTL_S,
     PlainIndexTable,
@@ -202,6 +203,18 @@ def test_a_damaged_log_entry_stops_the_log_there(make) -> None:
         assert table.apply_log(bytes(bad)) == (2 * LOG_ENTRY_BYTES, 2)
         assert len(table) == 2
     assert make().apply_log(log[:-1]) == (4 * LOG_ENTRY_BYTES, 4)
+
+
+@tables
+def test_merging_another_log_renumbers_what_it_sets_and_names_what_it_removes(make) -> None:
+    other = PlainIndexTable()
+    log = b"".join(encode_entry(70 + n, OP_SET, key(n), fields(n)) for n in range(1, 4))
+    log += encode_entry(74, OP_REMOVE, key(1), fields(1))
+    table = make()
+    entries, removed = table.merge(log, 5)
+    assert removed == [key(1)]
+    assert other.apply_log(entries) == (240, 7)
+    assert {k: table.get(k) for k in other._records} == other._records
 
 
 def test_both_encoders_write_the_same_entry() -> None:

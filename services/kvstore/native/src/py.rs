@@ -313,6 +313,20 @@ impl IndexTable {
         Ok(self.write(py, |table| table.apply_log(log)))
     }
 
+    /// (entries of our own log, numbered from `first_seq`, keys that the other log removes).
+    fn merge<'py>(
+        &self,
+        py: Python<'py>,
+        log: PyBuffer<u8>,
+        first_seq: u64,
+    ) -> PyResult<(Bound<'py, PyBytes>, Vec<Bound<'py, PyBytes>>)> {
+        let log = readable(&log)?;
+        let n_pg = self.n_pg;
+        let (entries, removed) = self.write(py, |table| table.merge(log, n_pg, first_seq));
+        let removed = removed.iter().map(|key| PyBytes::new(py, key)).collect();
+        Ok((PyBytes::new(py, &entries), removed))
+    }
+
     /// (log entries, next cursor or None).
     fn snapshot<'py>(
         &self,

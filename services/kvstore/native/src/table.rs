@@ -362,6 +362,24 @@ impl Table {
         (consumed, last_seq)
     }
 
+    /// Takes over the records that another log sets, as entries of our own log numbered from
+    /// `first_seq`; what that log removes is only named, for another log may still hold it.
+    pub fn merge(&mut self, log: &[u8], n_pg: u16, first_seq: u64) -> (Vec<u8>, Vec<Key16>) {
+        let (mut entries, mut removed) = (Vec::with_capacity(log.len()), Vec::new());
+        let mut seq = first_seq;
+        for bytes in log.chunks_exact(LOG_ENTRY_BYTES) {
+            let Some((_, op, key, record)) = decode_entry(bytes) else { break };
+            if op != OP_SET {
+                removed.push(key);
+                continue;
+            }
+            self.set(&key, record);
+            entries.extend_from_slice(&encode_entry(seq, OP_SET, &key, &record, &[0; 16], n_pg));
+            seq += 1;
+        }
+        (entries, removed)
+    }
+
     /// Part of a snapshot: entries with a hash of at least `from`, about `limit` of them, as log
     /// entries numbered `seq`. Also the next `from`; None at the end. The order is that of the
     /// hashes, so an entry present throughout is never left out, whatever is set, removed or grown

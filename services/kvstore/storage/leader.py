@@ -1,0 +1,396 @@
+"""META half of a storage node: the records of the groups it leads, their repair and eviction.
+
+Taking a group over means asking every member which shards it has; a put with k shards or more is a
+block. So a lost primary loses order of access at most, and nothing is replicated for it. What the
+members do not have but should is repaired from the others, newest access first.
+Source: kvcache-and-balancing.md, sections 7 to 9.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import logging
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from services.common.clock import SYSTEM_CLOCK, Clock
+from services.kvstore.backends.base import PutStatus, ReadStatus, ShardRef
+from services.kvstore.checksums import crc32c
+from services.kvstore.erasure import rebuild
+from services.kvstore.formats import Record, ShardHeader, State
+from services.kvstore.index_table import EPOCH_S
+from services.kvstore.placement import SHARD_HEADER_BYTES, Profile
+from services.kvstore.storage.keeper import MapView
+from services.kvstore.storage.links import Links
+from services.kvstore.storage.meta import CommitOutcome, Meta
+from services.kvstore.storage.pgmap import PgMap
+
+log = logging.getLogger(__name__)
+
+_PARALLEL_REPAIRS: Final = 8
+_RETRY_REPAIR_S: Final = 1.0
+MAX_REPAIRS: Final = 1_000_000
+
+
+class CommitStatus(enum.Enum):
+    """How a commit ended at the primary."""
+
+    COMMITTED = "committed"
+    DEGRADED = "degraded"
+    EXISTS = "exists"
+    REFUSED = "refused"
+
+
+@dataclass
+class Counts:
+    """What the leader has done since the start."""
+
+    repaired: int = 0
+    dropped: int = 0
+    taken_over: int = 0
+    bad_reported: int = 0
+
+
+def num_shards_in(bitmap: int) -> int:
+    """Returns how many shards a bitmap names."""
+    return bitmap.bit_count()
+
+
+class Leader:
+    """The groups that this node leads now."""
+
+    def __init__(
+        self,
+        node: str,
+        meta: Meta,
+        view: MapView,
+        links: Links,
+        *,
+        repair_bytes_per_s: float,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
+        self._node = node
+        self._view = view
+        self._links = links
+        self._clock = clock
+        self._repair_bytes_per_s = repair_bytes_per_s
+        self.meta = meta
+        self.led: frozenset[int] = frozenset()  # groups that are ready to serve
+        # Groups that records may be of; at the start the log may hold any.
+        self._held: frozenset[int] = frozenset(range(1 << 16))
+        self._known_up: frozenset[str] = frozenset()
+        self._known_epoch = 0
+        self._changed = asyncio.Event()
+        self._repairs: dict[bytes, None] = {}
+        self._repair_wanted = asyncio.Event()
+        self.counts = Counts()
+
+    # ---- leading ------------------------------------------------------------------------------
+
+    def poke(self) -> None:
+        """Says that the map or the members may have changed."""
+        self._changed.set()
+
+    @property
+    def num_repairs(self) -> int:
+        """Returns how many blocks wait for repair."""
+        return len(self._repairs)
+
+    def leads(self, key16: bytes) -> bool:
+        """Returns whether this node answers for a key now."""
+        pgmap = self._view.pgmap
+        return pgmap is not None and pgmap.group_of(key16) in self.led
+
+    async def run(self) -> None:
+        """Follows map and members for ever: takes groups over, gives them up, audits members."""
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            pgmap = self._view.pgmap
+            if pgmap is None:
+                continue
+            up = frozenset(self._view.up())
+            if self._node not in up:
+                self.led = frozenset()  # our lease is gone: others may lead; the records are kept
+                continue
+            wanted = pgmap.led_by(self._node, up)
+            self._give_up(self._held - wanted, pgmap)
+            taken = wanted - self.led
+            is_news = taken or pgmap.epoch != self._known_epoch
+            self.led = self.led & wanted
+            await self._audit(pgmap, up if is_news else up - self._known_up, wanted)
+            self.led = self._held = wanted
+            self.counts.taken_over += len(taken)
+            self._known_up, self._known_epoch = up, pgmap.epoch
+
+    def _give_up(self, groups: Collection[int], pgmap: PgMap) -> None:
+        if not groups:
+            return
+        going = [key16 for key16 in self._keys() if pgmap.group_of(key16) in groups]
+        self.meta.remove(going)
+        for key16 in going:
+            self._repairs.pop(key16, None)
+
+    def _keys(self) -> list[bytes]:
+        keys: list[bytes] = []
+        cursor: int | None = 0
+        while cursor is not None:
+            entries, cursor = self.meta.table.snapshot(cursor, 8192, 0)
+            keys += [entries[at + 12 : at + 28] for at in range(0, len(entries), 80)]
+        return keys
+
+    async def _audit(self, pgmap: PgMap, nodes: Collection[str], groups: frozenset[int]) -> None:
+        """Compares the records of the groups with what these nodes have."""
+        if not nodes or not groups:
+            return
+        names = sorted(nodes)
+        answers = await asyncio.gather(*(self._headers(node) for node in names))
+        found: dict[bytes, dict[int, list[tuple[ShardHeader, str]]]] = defaultdict(dict)
+        asked: set[str] = set()
+        for node, headers in zip(names, answers, strict=True):
+            if headers is None:
+                continue
+            asked.add(node)
+            for raw in headers:
+                header = ShardHeader.parse(raw)
+                if header is None or pgmap.group_of(header.key16) not in groups:
+                    continue
+                # A shard elsewhere than the map says is nobody's; the orphan pass frees it.
+                if pgmap.node_of(header.key16, header.shard) == node:
+                    found[header.key16].setdefault(header.put_id, []).append((header, node))
+        for key16 in {*found, *(k for k in self._keys() if pgmap.group_of(k) in groups)}:
+            self._audit_block(pgmap, key16, found.get(key16, {}), asked)
+
+    async def _headers(self, node: str) -> list[bytes] | None:
+        link = self._links.get(node)
+        return await link.headers() if link is not None else None
+
+    def _audit_block(
+        self,
+        pgmap: PgMap,
+        key16: bytes,
+        puts: dict[int, list[tuple[ShardHeader, str]]],
+        asked: set[str],
+    ) -> None:
+        fields = self.meta.table.get(key16)
+        if fields is not None and fields[5] > State.DEGRADED:
+            return
+        if fields is None:
+            whole = [shards for shards in puts.values() if len(shards) >= pgmap.profile.k]
+            if not whole:
+                return
+            best = max(whole, key=lambda shards: (len(shards), shards[0][0].created_s))
+            header = best[0][0]
+            bitmap = _bitmap(shard.shard for shard, _ in best)
+            self.meta.adopt(key16, _record_of(header, bitmap, pgmap))
+        else:
+            bitmap = fields[4]
+            for shard in range(pgmap.profile.num_shards):
+                if pgmap.node_of(key16, shard) in asked:
+                    bitmap &= ~(1 << shard)
+            bitmap |= _bitmap(shard.shard for shard, _ in puts.get(fields[0], []))
+            if bitmap != fields[4]:
+                self.meta.set_shards(key16, fields[0], bitmap, _state_of(bitmap, pgmap))
+        if num_shards_in(bitmap) < pgmap.profile.num_shards:
+            self.want_repair(key16)
+
+    # ---- commits ------------------------------------------------------------------------------
+
+    def commit(self, key16: bytes, record: Record) -> tuple[CommitStatus, int, int | None]:
+        """Makes a written block visible; returns (status, put in force, put replaced)."""
+        pgmap = self._view.pgmap
+        assert pgmap is not None
+        num = num_shards_in(record.shards)
+        if num < pgmap.profile.k:
+            return CommitStatus.REFUSED, 0, None
+        state = _state_of(record.shards, pgmap)
+        done = self.meta.commit(key16, Record(**{**record.__dict__, "state": state}))
+        if done.outcome is CommitOutcome.EXISTS:
+            return CommitStatus.EXISTS, done.put_id, None
+        if num < pgmap.profile.num_shards:
+            self.want_repair(key16)
+        status = CommitStatus.DEGRADED if state is State.DEGRADED else CommitStatus.COMMITTED
+        return status, done.put_id, done.replaced_put_id
+
+    async def free_put(self, key16: bytes, put_id: int) -> None:
+        """Frees all shards of a put, on all members."""
+        pgmap = self._view.pgmap
+        assert pgmap is not None
+        await self._delete({put_id: [key16]}, pgmap)
+
+    async def _delete(self, keys_by_put: dict[int, list[bytes]], pgmap: PgMap) -> None:
+        by_node: dict[str, list[ShardRef]] = defaultdict(list)
+        for put_id, keys in keys_by_put.items():
+            for key16 in keys:
+                for shard in range(pgmap.profile.num_shards):
+                    by_node[pgmap.node_of(key16, shard)].append(ShardRef(key16, shard, put_id))
+        deletes = []
+        for node, refs in by_node.items():
+            link = self._links.get(node)
+            if link is not None:
+                deletes.append(link.delete(refs, pgmap.epoch))
+        await asyncio.gather(*deletes)
+
+    # ---- repair -------------------------------------------------------------------------------
+
+    def want_repair(self, key16: bytes) -> bool:
+        """Queues a block; returns whether it was queued now."""
+        if key16 in self._repairs or len(self._repairs) >= MAX_REPAIRS:
+            return False
+        self._repairs[key16] = None
+        self._repair_wanted.set()
+        return True
+
+    def report_bad(self, key16: bytes, put_id: int, shard: int) -> bool:
+        """Takes note of a shard that is missing or damaged; returns whether repair was queued."""
+        fields = self.meta.get(key16)
+        pgmap = self._view.pgmap
+        if fields is None or pgmap is None or fields[0] != put_id:
+            return False
+        self.counts.bad_reported += 1
+        bitmap = fields[4] & ~(1 << shard)
+        if bitmap != fields[4]:
+            self.meta.set_shards(key16, put_id, bitmap, _state_of(bitmap, pgmap))
+        return self.want_repair(key16)
+
+    async def repair(self) -> None:
+        """Repairs what is queued, for ever, no faster than the budget."""
+        while True:
+            await self._repair_wanted.wait()
+            # Newest access first: the oldest may be evicted before anybody asks.
+            batch = sorted(self._repairs, key=self._age)[:_PARALLEL_REPAIRS]
+            for key16 in batch:
+                self._repairs.pop(key16, None)
+            if not self._repairs:
+                self._repair_wanted.clear()
+            results = await asyncio.gather(*(self._repair_one(key16) for key16 in batch))
+            moved = sum(num_bytes for num_bytes, _ in results)
+            again = [key for key, (_, done) in zip(batch, results, strict=True) if not done]
+            await self._clock.sleep(moved / self._repair_bytes_per_s)
+            if again:
+                if len(again) == len(batch):
+                    await self._clock.sleep(_RETRY_REPAIR_S)
+                for key16 in again:
+                    self.want_repair(key16)
+
+    def _age(self, key16: bytes) -> int:
+        fields = self.meta.table.get(key16)
+        return -fields[3] if fields else 0
+
+    async def _repair_one(self, key16: bytes) -> tuple[int, bool]:
+        """Returns (bytes moved, whether there is nothing left to do for now)."""
+        pgmap, fields = self._view.pgmap, self.meta.get(key16)
+        if pgmap is None or fields is None or not self.leads(key16):
+            return 0, True
+        profile, put_id = pgmap.profile, fields[0]
+        # All members are asked: the bitmap is what was known, this is what is true.
+        shards, gone, unreachable = await self._read_shards(pgmap, key16, put_id)
+        if len(shards) < profile.k:
+            if unreachable:
+                return 0, True  # an audit queues it again when a member is back
+            # Every member has answered and too few are good: this block is lost.
+            self.meta.remove([key16])
+            self.counts.dropped += 1
+            await self._delete({put_id: [key16]}, pgmap)
+            return 0, True
+        targets = sorted(gone)
+        written: set[int] = set()
+        moved = sum(map(len, shards.values()))
+        if targets:
+            rebuilt = await asyncio.to_thread(_rebuild, shards, targets, profile)
+            moved += sum(map(len, rebuilt.values()))
+            for shard, bytes_ in rebuilt.items():
+                link = self._links.get(pgmap.node_of(key16, shard))
+                if link is not None:
+                    status = await link.put(bytes_, pgmap.epoch, False)
+                    if status in (PutStatus.BUFFERED, PutStatus.DURABLE):
+                        written.add(shard)
+        # Only what was seen is changed: an audit may have learned of other shards meanwhile.
+        now = self.meta.get(key16)
+        if now is not None and now[0] == put_id:
+            bitmap = (now[4] | _bitmap(shards) | _bitmap(written)) & ~_bitmap(gone - written)
+            if bitmap != now[4]:
+                self.meta.set_shards(key16, put_id, bitmap, _state_of(bitmap, pgmap))
+        self.counts.repaired += len(written)
+        return moved, len(written) == len(targets)
+
+    async def _read_shards(
+        self, pgmap: PgMap, key16: bytes, put_id: int
+    ) -> tuple[dict[int, bytes], set[int], bool]:
+        """Returns the good shards, those that their member says are not good, and whether a member
+        did not answer."""
+        asked = {}
+        unreachable = False
+        for shard in range(pgmap.profile.num_shards):
+            link = self._links.get(pgmap.node_of(key16, shard))
+            if link is None:
+                unreachable = True
+            else:
+                asked[shard] = link.get(ShardRef(key16, shard, put_id))
+        answers = dict(zip(asked, await asyncio.gather(*asked.values()), strict=True))
+        good = {j: data for j, (data, _) in answers.items() if data is not None}
+        silent = {j for j, (_, status) in answers.items() if status is ReadStatus.IO}
+        return good, answers.keys() - good.keys() - silent, unreachable or bool(silent)
+
+    # ---- eviction -----------------------------------------------------------------------------
+
+    async def evict(self, keys16: Sequence[bytes], reason: str) -> int:
+        """Evicts blocks from all members; returns how many went."""
+        pgmap = self._view.pgmap
+        if pgmap is None:
+            return 0
+        by_put: dict[int, list[bytes]] = defaultdict(list)
+        for key16 in keys16:
+            if self.leads(key16) and self.meta.get(key16) is not None:
+                fields = self.meta.set_state(key16, State.EVICTING)
+                if fields is not None:
+                    by_put[fields[0]].append(key16)
+                self._repairs.pop(key16, None)
+        await self._delete(by_put, pgmap)
+        going = [key16 for keys in by_put.values() for key16 in keys]
+        for key16 in going:
+            self.meta.set_state(key16, State.TOMBSTONE)
+        log.info("blocks evicted", extra={"num_blocks": len(going), "why": reason})
+        return len(going)
+
+
+def _bitmap(shards: Iterable[int]) -> int:
+    bits = 0
+    for shard in shards:
+        bits |= 1 << shard
+    return bits
+
+
+def _state_of(bitmap: int, pgmap: PgMap) -> State:
+    enough = min(pgmap.profile.k + 1, pgmap.profile.num_shards)
+    return State.COMMITTED if num_shards_in(bitmap) >= enough else State.DEGRADED
+
+
+def _record_of(header: ShardHeader, bitmap: int, pgmap: PgMap) -> Record:
+    return Record(
+        put_id=header.put_id,
+        block_index=header.block_index,
+        created_s=header.created_s,
+        access_epoch=header.created_s // EPOCH_S,
+        shards=bitmap,
+        state=_state_of(bitmap, pgmap),
+        ttl_class=header.ttl_class,
+        flags=header.flags,
+        parent16=header.parent16,
+    )
+
+
+def _rebuild(shards: dict[int, bytes], targets: list[int], profile: Profile) -> dict[int, bytes]:
+    """Returns whole shards (header and data) for the targets; for a thread."""
+    some = sorted(shards.items())[: profile.k]
+    template = ShardHeader.parse(some[0][1][:SHARD_HEADER_BYTES])
+    assert template is not None
+    present = [(index, memoryview(shard)[SHARD_HEADER_BYTES:]) for index, shard in some]
+    rebuilt = {}
+    for shard, part in zip(targets, rebuild(present, targets, profile), strict=True):
+        fields = {**template.__dict__, "shard": shard, "data_crc": crc32c(part)}
+        rebuilt[shard] = ShardHeader(**fields).pack() + part
+    return rebuilt

@@ -1,0 +1,293 @@
+"""The RPCs of a storage node: DATA (shards on its disk) and META (records of what it leads)."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from contextlib import aclosing
+from typing import Any, Final
+
+import grpc.aio
+from pelagos.kvstore.v1 import storage_pb2 as pb
+from pelagos.kvstore.v1 import storage_pb2_grpc as rpc
+
+from services.common.clock import SYSTEM_CLOCK, Clock
+from services.common.errors import Failure, Reason
+from services.kvstore.backends.base import BlockBackend, PutStatus, ReadStatus, ShardRef
+from services.kvstore.formats import Record, ShardHeader
+from services.kvstore.placement import SHARD_HEADER_BYTES
+from services.kvstore.storage.keeper import MapView
+from services.kvstore.storage.leader import CommitStatus, Leader
+from services.kvstore.store.blocks import PIN_TTL_S
+
+_PUT: Final = {
+    PutStatus.BUFFERED: pb.SHARD_STATUS_BUFFERED,
+    PutStatus.DURABLE: pb.SHARD_STATUS_DURABLE,
+    PutStatus.FULL: pb.SHARD_STATUS_FULL,
+}
+_COMMIT: Final = {
+    CommitStatus.COMMITTED: pb.COMMIT_STATUS_COMMITTED,
+    CommitStatus.DEGRADED: pb.COMMIT_STATUS_DEGRADED,
+    CommitStatus.EXISTS: pb.COMMIT_STATUS_EXISTS,
+    CommitStatus.REFUSED: pb.COMMIT_STATUS_REFUSED,
+}
+_HEARTBEAT_S: Final = 1.0
+_MAX_REFS: Final = 1024
+
+
+def ref_of(message: pb.ShardRef) -> ShardRef:
+    """Returns the ref. Raises Failure for a key of another size."""
+    if len(message.key16) != 16 or message.index > 255:
+        raise Failure(Reason.INVALID_REQUEST, "a shard has a key of 16 bytes")
+    return ShardRef(message.key16, message.index, message.put_id)
+
+
+def keys_of(keys16: bytes) -> list[bytes]:
+    """Returns the index keys. Raises Failure for other lengths."""
+    if len(keys16) % 16:
+        raise Failure(Reason.INVALID_REQUEST, "index keys have 16 bytes each")
+    return [keys16[at : at + 16] for at in range(0, len(keys16), 16)]
+
+
+class StorageServicer(rpc.StorageServiceServicer):
+    """DATA: slots of shards."""
+
+    def __init__(
+        self,
+        node: str,
+        backend: BlockBackend,
+        view: MapView,
+        leader: Leader,
+        scrub_bytes_per_s: float,
+    ) -> None:
+        self._node = node
+        self._backend = backend
+        self._view = view
+        self._leader = leader
+        self._scrub_bytes_per_s = scrub_bytes_per_s
+        self._epoch = 0
+        self.num_bad = 0
+
+    def _fence(self, epoch: int) -> None:
+        """Refuses a writer with an older map, and learns of a newer one."""
+        known = self._view.pgmap.epoch if self._view.pgmap is not None else 0
+        self._epoch = max(self._epoch, known, epoch)
+        if epoch < self._epoch:
+            raise Failure(
+                Reason.STALE_EPOCH,
+                "the placement map has moved on",
+                {"epoch": str(epoch), "current": str(self._epoch)},
+            )
+
+    async def PutShards(
+        self, request: pb.PutShardsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.PutShardsResponse:
+        """Writes shards."""
+        self._fence(request.epoch)
+        statuses = []
+        for shard in request.shards:
+            pieces = [shard.bytes[:SHARD_HEADER_BYTES], shard.bytes[SHARD_HEADER_BYTES:]]
+            try:
+                # Durable ones wait together: the group commit takes all that were written.
+                status = await self._backend.put_shard(pieces)
+            except ValueError:
+                statuses.append(pb.SHARD_STATUS_CORRUPT)
+                continue
+            statuses.append(_PUT[status])
+        if request.durable:
+            await self._backend.sync()
+            done = (pb.SHARD_STATUS_BUFFERED, pb.SHARD_STATUS_DURABLE)
+            statuses = [pb.SHARD_STATUS_DURABLE if s in done else s for s in statuses]
+        return pb.PutShardsResponse(statuses=statuses)
+
+    async def GetShards(
+        self, request: pb.GetShardsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.GetShardsResponse:
+        """Reads shards."""
+        if len(request.shards) > _MAX_REFS:
+            raise Failure(Reason.INVALID_REQUEST, "too many shards in one read")
+        results = []
+        for message in request.shards:
+            data, status = await self._backend.get_shard(ref_of(message))
+            if data is not None:
+                results.append(pb.ShardResult(status=pb.SHARD_STATUS_OK, bytes=data))
+                continue
+            damaged = status not in (ReadStatus.ABSENT, ReadStatus.REUSED)
+            self.num_bad += damaged
+            results.append(
+                pb.ShardResult(
+                    status=pb.SHARD_STATUS_CORRUPT if damaged else pb.SHARD_STATUS_ABSENT
+                )
+            )
+        return pb.GetShardsResponse(shards=results)
+
+    async def DeleteShards(
+        self, request: pb.DeleteShardsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.DeleteShardsResponse:
+        """Frees shards."""
+        self._fence(request.epoch)
+        refs = [ref_of(message) for message in request.shards]
+        return pb.DeleteShardsResponse(deleted=await self._backend.delete_shards(refs))
+
+    async def ListShards(
+        self, request: pb.ListShardsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.ListShardsResponse]:
+        """Lists headers."""
+        pgmap = self._view.pgmap
+        async with aclosing(self._backend.list_headers()) as parts:
+            async for headers in parts:
+                if request.pg < 0 and not request.created_before_unix_s:
+                    yield pb.ListShardsResponse(headers=headers)
+                    continue
+                wanted = []
+                for at in range(0, len(headers), SHARD_HEADER_BYTES):
+                    raw = headers[at : at + SHARD_HEADER_BYTES]
+                    header = ShardHeader.parse(raw)
+                    if header is None:
+                        continue
+                    before_s = request.created_before_unix_s
+                    is_old = not before_s or header.created_s < before_s
+                    in_group = request.pg < 0 or (
+                        pgmap is not None and pgmap.group_of(header.key16) == request.pg
+                    )
+                    if is_old and in_group:
+                        wanted.append(raw)
+                if wanted:
+                    yield pb.ListShardsResponse(headers=b"".join(wanted))
+
+    async def Scrub(
+        self, request: pb.ScrubRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.ScrubResponse]:
+        """Checks everything."""
+        report = await self._backend.scrub(request.bytes_per_s or self._scrub_bytes_per_s)
+        self.num_bad += len(report.bad)
+        yield pb.ScrubResponse(
+            checked=report.num_checked,
+            bad=[pb.ShardRef(key16=r.key16, put_id=r.put_id, index=r.shard) for r, _ in report.bad],
+        )
+
+    async def StatNode(
+        self, request: pb.StatNodeRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.StatNodeResponse:
+        """Counts."""
+        stat = await self._backend.stat()
+        return pb.StatNodeResponse(
+            node_id=self._node,
+            slots=stat.num_slots,
+            used=stat.num_used,
+            bad=self.num_bad,
+            epoch=self._epoch,
+            primary_of=len(self._leader.led),
+        )
+
+
+class MetaServicer(rpc.MetaServiceServicer):
+    """META: records, for the groups this node leads."""
+
+    def __init__(self, leader: Leader, view: MapView, clock: Clock = SYSTEM_CLOCK) -> None:
+        self._leader = leader
+        self._meta = leader.meta
+        self._view = view
+        self._clock = clock
+        self._is_ending = False
+
+    def end_streams(self) -> None:
+        """Ends the streams that would live as long as the process; for its drain."""
+        self._is_ending = True
+        self._meta.wake_followers()
+
+    async def Commit(
+        self, request: pb.CommitRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.CommitResponse:
+        """Commits a block."""
+        pgmap = self._view.pgmap
+        key16, record = request.object.key16, Record.parse(request.object.record)
+        if len(key16) != 16 or record is None:
+            raise Failure(Reason.INVALID_REQUEST, "an object has a key and a sound record")
+        if pgmap is None or request.epoch < pgmap.epoch:
+            raise Failure(Reason.STALE_EPOCH, "the placement map has moved on")
+        if not self._leader.leads(key16):
+            raise Failure(Reason.WRONG_ROLE, "this node does not lead the group")
+        status, put_id, replaced = self._leader.commit(key16, record)
+        if replaced is not None:
+            await self._leader.free_put(key16, replaced)
+        return pb.CommitResponse(status=_COMMIT[status], put_id=put_id)
+
+    async def Lookup(
+        self, request: pb.LookupRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.LookupResponse:
+        """Looks records up."""
+        objects = []
+        for key16 in keys_of(request.keys16):
+            fields = self._meta.get(key16) if self._leader.leads(key16) else None
+            if fields is None:
+                objects.append(pb.ObjectRecord())
+                continue
+            put_id, index, created, epoch, shards, state, ttl_class, flags = fields
+            record = Record(put_id, index, created, epoch, shards, state, ttl_class, flags)
+            objects.append(pb.ObjectRecord(key16=key16, record=record.pack(0)))
+        return pb.LookupResponse(objects=objects)
+
+    async def FollowLog(
+        self, request: pb.FollowLogRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[pb.FollowLogResponse]:
+        """Streams the log of all groups this node leads."""
+        if request.pg >= 0:
+            raise Failure(Reason.UNSUPPORTED_FEATURE, "one log holds all groups of a node: pg -1")
+        follow = self._meta.follow(request.log_id, request.from_seq, _HEARTBEAT_S)
+        async with aclosing(follow) as parts:
+            async for part in parts:
+                if self._is_ending:
+                    return
+                yield pb.FollowLogResponse(
+                    next_seq=part.next_seq,
+                    reset=part.reset,
+                    entries=part.entries,
+                    log_id=part.log_id,
+                    level=part.level,
+                )
+
+    async def TouchObjects(
+        self, request: pb.TouchObjectsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.TouchObjectsResponse:
+        """Renews access."""
+        keys_of(request.keys16)
+        return pb.TouchObjectsResponse(
+            touched=self._meta.touch(request.keys16, 16, request.ttl_class)
+        )
+
+    async def PinObjects(
+        self, request: pb.PinObjectsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.PinObjectsResponse:
+        """Holds blocks against eviction."""
+        if not request.pin_id:
+            raise Failure(Reason.INVALID_REQUEST, "a pin needs a name")
+        keys_of(request.keys16)
+        ttl_s = request.ttl_ms / 1000 if request.ttl_ms else PIN_TTL_S
+        return pb.PinObjectsResponse(
+            pinned=self._meta.pin(request.pin_id, request.keys16, ttl_s, self._clock.now_s())
+        )
+
+    async def ReportShard(
+        self, request: pb.ReportShardRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.ReportShardResponse:
+        """Takes note of a missing or damaged shard."""
+        ref = ref_of(request.shard)
+        return pb.ReportShardResponse(
+            queued=self._leader.report_bad(ref.key16, ref.put_id, ref.shard)
+        )
+
+    async def EvictObjects(
+        self, request: pb.EvictObjectsRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.EvictObjectsResponse:
+        """Evicts blocks that nobody has pinned, or all of them in an emergency."""
+        keys = keys_of(request.keys16)
+        if request.reason not in ("tenant", "emergency"):
+            pinned = self._meta.pinned(self._clock.now_s())
+            keys = [key16 for key16 in keys if key16 not in pinned]
+        return pb.EvictObjectsResponse(evicted=await self._leader.evict(keys, request.reason))
+
+    async def AppendLog(
+        self, request: pb.AppendLogRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> pb.AppendLogResponse:
+        """Not needed here: a new primary rebuilds a group from shard headers (docs/adr)."""
+        raise Failure(Reason.UNSUPPORTED_FEATURE, "groups are taken over from shard headers")
