@@ -2,18 +2,24 @@
 
 A balancer leads by election. When its lease runs out because the store itself is away, nobody else
 can be elected either: it goes on with what it knows (static stability, P-21) until the store says
-that another leads. Writes to shared keys stay fenced by the term all the while (P-22).
+that another leads. Writes to shared keys stay fenced by the term all the while (P-22). Only who has
+been awake all the time may do so: a process that was frozen knows nothing of what it missed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
+from services.common.clock import Clock
 from services.common.election import Election
 from services.common.errors import Failure, Reason
 from services.common.membership import ClusterView
 from services.common.service import Runtime
+
+_TURN_S: Final = 0.25
+# A loop that has not turned for so long was frozen, or might as well have been.
+_MAX_PAUSE_S: Final = 3.0
 
 
 class Leadership:
@@ -27,7 +33,10 @@ class Leadership:
         instance_id: str,
         on_begin: Callable[[int], None],
         on_end: Callable[[], None],
+        clock: Clock,
     ) -> None:
+        self._clock = clock
+        self._awake_s = clock.now_s()
         self._election = election
         self._view = view
         self._service = service
@@ -60,6 +69,13 @@ class Leadership:
         text = f"this {self._service} does not lead"
         raise Failure(Reason.NO_INSTANCE, text, metadata, retry_after_s=0.25)
 
+    async def run(self) -> None:
+        """Keeps looking, for ever."""
+        while True:
+            self.reconcile()
+            self._awake_s = self._clock.now_s()
+            await self._clock.sleep(_TURN_S)
+
     def reconcile(self) -> None:
         """Begins or ends deciding; called whenever election or view have changed."""
         term = self._election.term
@@ -79,7 +95,9 @@ class Leadership:
         is_ours = leader is None or leader.instance_id == self._instance_id
         if self._view.is_healthy and leader is not None and leader.term > self._term:
             return is_ours  # seen before our own lease has run out
-        return self._election.is_leader or (is_ours and not self._view.is_healthy)
+        was_awake = self._clock.now_s() - self._awake_s <= _MAX_PAUSE_S
+        held = is_ours and not self._view.is_healthy and was_awake
+        return self._election.is_leader or held
 
 
 def lead(
@@ -89,6 +107,14 @@ def lead(
     on_end: Callable[[], None],
 ) -> Leadership:
     """Starts to campaign for `service` as long as the runtime lives."""
-    return Leadership(
-        runtime.elect(service), runtime.view, service, runtime.instance_id, on_begin, on_end
+    leadership = Leadership(
+        runtime.elect(service),
+        runtime.view,
+        service,
+        runtime.instance_id,
+        on_begin,
+        on_end,
+        runtime.clock,
     )
+    runtime.spawn(leadership.run(), f"leadership {service}")
+    return leadership

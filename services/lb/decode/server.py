@@ -100,10 +100,8 @@ class DecodeLbServicer(rpc.DecodeLbServiceServicer):
     # -- loops
 
     async def run_upkeep(self) -> None:
-        """Keeps leadership and metrics current, for ever."""
+        """Keeps the metrics current, for ever."""
         while True:
-            if self._leadership is not None:
-                self._leadership.reconcile()
             self._metrics.update()
             await self._clock.sleep(0.25)
 

@@ -145,8 +145,6 @@ class PrefillLbServicer(rpc.PrefillLbServiceServicer):
     async def run_ticks(self) -> None:
         """Looks at deadlines, silent engines and rounds, for ever."""
         while True:
-            if self._leadership is not None:
-                self._leadership.reconcile()
             self.hub.tick()
             self._metrics.update()
             await self._clock.sleep(self._config.tick_s)

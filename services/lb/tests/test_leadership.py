@@ -1,7 +1,10 @@
 """Who may decide, while etcd is there and while it is away."""
 
+import asyncio
+
 import pytest
 
+from services.common.clock import VirtualClock
 from services.common.errors import Failure, Reason
 from services.common.membership import Leader
 from services.lb.leadership import Leadership
@@ -50,6 +53,7 @@ def bench():
     class Bench:
         def __init__(self):
             self.election, self.view, self.log = StubElection(), StubView(), []
+            self.clock = VirtualClock()
             self.leadership = Leadership(
                 self.election,
                 self.view,
@@ -57,6 +61,7 @@ def bench():
                 "me",
                 lambda term: self.log.append(term),
                 lambda: self.log.append("end"),
+                self.clock,
             )
 
     return Bench()
@@ -109,4 +114,19 @@ def test_a_newer_leader_in_the_view_ends_ours_before_our_lease_does(bench):
     bench.view.set(leader=("other", 8))
     assert bench.election.is_leader
     assert bench.leadership.term == 0
+    assert bench.log == [5, "end"]
+
+
+async def test_p_22_a_leader_that_was_frozen_does_not_go_on_when_the_store_seems_away(bench):
+    bench.election.set(5)
+    bench.view.set(leader=("me", 5))
+    bench.view.set(healthy=False)
+    task = asyncio.create_task(bench.leadership.run())
+    await bench.clock.advance(10.0)
+    bench.election.set(0)
+    assert bench.leadership.term == 5  # awake all the time
+    task.cancel()
+    await bench.clock.advance(3.1)  # its loops stand still
+    assert bench.leadership.term == 0
+    bench.leadership.reconcile()
     assert bench.log == [5, "end"]
