@@ -34,6 +34,7 @@ from services.common.store import (
     StoreUnavailable,
     TxnResult,
     follow,
+    store_identity,
 )
 
 log = logging.getLogger(__name__)
@@ -67,6 +68,8 @@ class Election:
         self._term = 0
         self._lease_id = 0
         self._lease_end_s = 0.0
+        self._identity_key = keys.identity
+        self._identity = ""  # of the store that the last term, ours or another's, was seen in
         self._callbacks: list[Callable[[bool], None]] = []
         self._changed = asyncio.Event()
 
@@ -143,15 +146,28 @@ class Election:
         """Returns once the key is ours; waits, watching it, while it is another's."""
         while True:
             await self._renew_or_take_lease()
+            identity = await store_identity(self._store, self._identity_key)
             put = Put(self._key, self._value, self._lease_id)
             result = await self._store.txn([Compare(self._key, create_revision=0)], [put])
             held = await self._store.get(self._key)
             # Also ours if an earlier answer was lost on the way after the key was written.
             if held is not None and held.lease_id == self._lease_id:
+                if self._identity not in ("", identity):
+                    await self._outwait_the_forgotten()
+                self._identity = identity
                 self._win(held.create_revision)
                 return
+            self._identity = self._identity or identity
             if not result.succeeded and held is not None:
                 await self._wait_vacant()
+
+    async def _outwait_the_forgotten(self) -> None:
+        """Waits a whole lease: the store came back without its history, and with it without the
+        key of a leader who may go on believing in its lease for that long."""
+        end_s = self._clock.now_s() + self._ttl_s
+        while (left_s := end_s - self._clock.now_s()) > 0:
+            await self._clock.sleep(min(left_s, self._ttl_s / 3))
+            await self._renew_or_take_lease()
 
     async def _wait_vacant(self) -> None:
         """Waits until the key is gone; gives up after half a lease, to renew ours."""

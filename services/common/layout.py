@@ -20,6 +20,11 @@ class Keys:
         return f"/pelagos/v1/{self.cluster}/"
 
     @property
+    def identity(self) -> str:
+        """Returns the key that names one life of the store (`store.store_identity`)."""
+        return f"{self.root}store-id"
+
+    @property
     def members(self) -> str:
         """Returns the prefix of all members."""
         return f"{self.root}members/"

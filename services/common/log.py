@@ -3,8 +3,9 @@
     log = logging.getLogger(__name__)
     log.info("request placed", extra={"request_id": rid, "rank": rank_id, "queue_wait_ms": wait})
 
-`setup` is called once by `service.run_service`. Fields that could hold content or credentials are
-dropped by name, strings that look like keys are masked, and a line is cut at 8 KiB (S-09).
+The ids of the current call are added by themselves. Fields that could hold content or credentials
+are dropped by name, strings that look like keys are masked, and a line is cut at 8 KiB (S-09).
+`setup` is called once by `service.run_service`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 import traceback
 from typing import IO, Any, Final
 
+from services.common.call import current_call
 from services.common.errors import Failure
 
 MAX_LINE_BYTES: Final = 8192
@@ -50,6 +52,11 @@ class JsonFormatter(logging.Formatter):
             "message": _clean(record.getMessage()),
             **self._fixed,
         }
+        call = current_call()
+        if call.request_id:
+            line["request_id"] = call.request_id
+        if call.traceparent:
+            line["trace_id"] = call.traceparent[3:35]
         for name, value in record.__dict__.items():
             if name not in _STANDARD:
                 line[name] = _MASK if name.lower() in _FORBIDDEN_FIELDS else _clean(value)

@@ -376,7 +376,13 @@ class ClusterView:
             group.create_task(self._follow("leaders", self._keys.leaders, self._take_leaders))
 
     async def _follow(self, name: str, prefix: str, take: Callable[[Snapshot], None]) -> None:
-        snapshots = follow(self._store, prefix, clock=self._clock, rng=self._rng)
+        snapshots = follow(
+            self._store,
+            prefix,
+            identity_key=self._keys.identity,
+            clock=self._clock,
+            rng=self._rng,
+        )
         async with aclosing(snapshots):
             async for snapshot in snapshots:
                 was_healthy, self._healthy[name] = self._healthy[name], snapshot.healthy

@@ -48,6 +48,7 @@ from services.common.rpc_client import Channels
 from services.common.rpc_server import RpcServer, RpcServerConfig
 from services.common.store import StorePort
 from services.common.store_memory import MemoryStore
+from services.common.tls import TlsFiles
 from services.common.tracing import TracingConfig
 
 log = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ class RuntimeConfig:
 
     cluster: str = "local"
     etcd: str = ""  # host:port[,host:port]; empty: a store of its own, for running alone
+    etcd_tls: TlsFiles = field(default_factory=TlsFiles)
     instance_id: str = ""  # random unless given
     advertise: str = ""  # address for peers when it is not the one listened on
     zone: str = ""
@@ -438,7 +440,7 @@ def _open_store(settings: RuntimeConfig, clock: Clock) -> StorePort:
         return MemoryStore(clock)
     from services.common.store_etcd import EtcdStore
 
-    return EtcdStore(settings.etcd)
+    return EtcdStore(settings.etcd, settings.etcd_tls)
 
 
 async def _run_hooks(hooks: Sequence[Callable[[], Awaitable[None]]]) -> None:

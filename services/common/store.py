@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import secrets
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -209,26 +210,49 @@ class Snapshot:
     history_lost: bool = False
 
 
+async def store_identity(store: StorePort, key: str) -> str:
+    """Returns the name of this life of the store, which whoever comes first gives it.
+
+    Revisions alone do not tell a store that came back empty: it may already have counted past
+    the last one we saw.
+    """
+    item = await store.get(key)
+    if item is None:
+        name = secrets.token_hex(8).encode()
+        await store.txn([Compare(key, create_revision=0)], [Put(key, name)])
+        item = await store.get(key)
+    if item is None:
+        raise StoreUnavailable("the store does not keep its name")
+    return item.value.decode(errors="replace")
+
+
 async def follow(
     store: StorePort,
     prefix: str,
     *,
+    identity_key: str = "",
     clock: Clock = SYSTEM_CLOCK,
     rng: random.Random | None = None,
 ) -> AsyncGenerator[Snapshot, None]:
     """Yields the full state under a prefix, again after each change, for ever.
 
     Lists, then watches from the list's revision + 1, resumes from the last change seen, lists
-    again on compaction or when the history went backwards. While the store is away it yields one
+    again on compaction or when the store is another one (`identity_key`, see `store_identity`) or
+    its history went backwards. While the store is away it yields one
     unhealthy snapshot with the last known items and keeps trying, jittered (UR-54, UR-55).
     """
     items: dict[str, KeyValue] = {}
     next_revision = 0  # 0: list first
     healthy = False
     history_lost = False
+    identity = ""
     backoff = Backoff(rng or random.Random())
     while True:
         try:
+            if identity_key:
+                before, identity = identity, await store_identity(store, identity_key)
+                if before not in ("", identity):
+                    next_revision, history_lost = 0, True
             if next_revision == 0:
                 listing = await store.list(prefix)
                 items = {item.key: item for item in listing.items}

@@ -165,6 +165,47 @@ def test_light_services_load_no_torch(service: str) -> None:
     assert done.stdout.strip().splitlines()[-1] == "[]"
 
 
+# ---- what must never read untrusted bytes (S-07) ------------------------------------------------
+
+FORBIDDEN_MODULES = {"pickle", "cPickle", "marshal", "shelve", "dill", "cloudpickle", "jsonpickle"}
+FORBIDDEN_CALLS = {"eval", "exec", "yaml.load", "yaml.unsafe_load", "yaml.full_load"}
+
+
+def unsafe(tree: ast.AST) -> Iterator[tuple[str, int]]:
+    """Yields what can run code out of data: unpickling, eval, unsafe YAML and tensor loading."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] in FORBIDDEN_MODULES:
+                    yield f"import {alias.name}", node.lineno
+        elif isinstance(node, ast.ImportFrom) and (node.module or "") in FORBIDDEN_MODULES:
+            yield f"from {node.module} import", node.lineno
+        elif isinstance(node, ast.Call):
+            name = ast.unparse(node.func)
+            if name in FORBIDDEN_CALLS:
+                yield f"{name}(...)", node.lineno
+            if name == "torch.load" and "weights_only=True" not in ast.unparse(node):
+                yield "torch.load without weights_only=True", node.lineno
+
+
+def test_ur_79_nothing_here_can_run_code_out_of_data() -> None:
+    wrong = []
+    for folder in (SERVICES, ROOT / "deploy", ROOT / "kernels"):
+        for path in sources(folder):
+            for text, line in unsafe(ast.parse(path.read_text(encoding="utf-8"))):
+                wrong.append(f"{path.relative_to(ROOT)}:{line} {text}")
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["import pickle", "from marshal import loads", "eval(x)", "yaml.load(f)", "torch.load(f)"],
+)
+def test_the_search_for_unsafe_loading_finds_it(code: str) -> None:
+    assert list(unsafe(ast.parse(code)))
+    assert not list(unsafe(ast.parse("yaml.safe_load(f); torch.load(f, weights_only=True)")))
+
+
 # ---- streams are read through one helper -------------------------------------------------------
 
 

@@ -146,6 +146,20 @@ async def test_p_21_a_store_that_comes_back_empty_takes_nobody_away() -> None:
         assert ids(view) == ["decode-1", "decode-2"]
 
 
+async def test_p_21_an_empty_store_that_has_outgrown_the_old_one_is_told_apart() -> None:
+    async with cluster(member("decode-1"), member("decode-2")) as (clock, store, view, _):
+        store.wipe()
+        for i in range(100):
+            await store.put(f"/other/{i}", b"")  # its revision is past all that the view has seen
+        lowest = 2
+        for _ in range(int(REJOIN_GRACE_S * 4)):
+            await clock.advance(0.25)
+            lowest = min(lowest, len(ids(view)))
+        assert lowest == 2
+        assert view.num_history_losses == 1
+        assert len((await store.list(KEYS.members)).items) == 2
+
+
 async def test_who_does_not_come_back_to_an_empty_store_is_gone_after_the_grace() -> None:
     async with cluster(member("decode-1")) as (clock, store, view, _):
         await store.put(KEYS.member("decode", "decode-2"), member("decode-2").to_bytes())

@@ -148,6 +148,18 @@ def test_a_line_is_json_with_its_fields(lines) -> None:
     assert line["time"].endswith("Z")
 
 
+def test_a_line_belongs_to_the_call_it_was_written_in(lines) -> None:
+    log = logging.getLogger("x")
+    with calling(Call("req-5", traceparent=f"00-{'ab' * 16}-{'cd' * 8}-01")):
+        log.info("inside")
+        log.info("of another", extra={"request_id": "req-6"})
+    log.info("outside")
+    inside, other, outside = lines()
+    assert (inside["request_id"], inside["trace_id"]) == ("req-5", "ab" * 16)
+    assert other["request_id"] == "req-6"
+    assert "request_id" not in outside
+
+
 def test_s_09_content_and_keys_are_left_out(lines) -> None:
     log = logging.getLogger("x")
     log.info("a", extra={"prompt": CANARY, "token_ids": [1], "nested": {"text": CANARY, "n": 1}})
