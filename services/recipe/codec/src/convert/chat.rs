@@ -175,6 +175,7 @@ enum Block {
 #[derive(Deserialize)]
 struct ImageUrl {
     url: String,
+    #[serde(default)]
     detail: Option<DetailName>,
 }
 

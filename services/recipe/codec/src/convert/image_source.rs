@@ -117,12 +117,12 @@ pub fn check_file_data(data: &str) -> Result<(), &'static str> {
         return Ok(());
     }
     let parsed = DataUrl::process(data).map_err(|_| INVALID)?;
-    if !is_decodable(&parsed) {
-        return Err(INVALID);
-    }
     if !is_image_type(&parsed) {
         return Err("You have uploaded an unsupported file. Please make sure your file is valid \
                     and has one of the following formats: webp, png, jpeg, and gif.");
+    }
+    if !is_decodable(&parsed) {
+        return Err(INVALID);
     }
     Ok(())
 }

@@ -252,6 +252,7 @@ fn put_description(out: &mut Map<String, Value>, description: Option<String>) {
     }
 }
 
+/// `may_be_empty` allows an object without properties; a choice of types hands it on.
 fn finish(node: Node, may_be_empty: bool) -> Result<Value, String> {
     let mut out = Map::new();
     match node {
@@ -262,8 +263,10 @@ fn finish(node: Node, may_be_empty: bool) -> Result<Value, String> {
             put_description(&mut out, description);
         }
         Node::AnyOf { choices, description } => {
-            let choices =
-                choices.into_iter().map(|node| finish(node, false)).collect::<Result<_, _>>()?;
+            let choices = choices
+                .into_iter()
+                .map(|node| finish(node, may_be_empty))
+                .collect::<Result<_, _>>()?;
             out.insert("anyOf".to_owned(), Value::Array(choices));
             put_description(&mut out, description);
         }

@@ -131,10 +131,7 @@ pub fn select(
     }
     if let Choice::Named(name) = &choice {
         if !names.contains(name) {
-            return Err(bad(format!(
-                "Invalid value for 'tool_call': no function named '{name}' was specified in the \
-                 'tools' parameter."
-            )));
+            return Err(unknown_choice(name));
         }
         tools.retain(|tool| tool.name == *name);
     }
@@ -145,6 +142,14 @@ pub fn select(
         return Err(bad("Thinking mode does not support this tool_choice"));
     }
     Ok(Selection { tools, choice: ToolChoice::Required })
+}
+
+/// The refusal of a choice that names no declared tool.
+pub fn unknown_choice(name: &str) -> Error {
+    bad(format!(
+        "Invalid value for 'tool_call': no function named '{name}' was specified in the 'tools' \
+         parameter."
+    ))
 }
 
 /// The tools as a compact JSON array of Chat function tools.

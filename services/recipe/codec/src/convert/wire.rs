@@ -1,10 +1,10 @@
 //! Field types that several protocols share (recipe.md, section 6.2).
 
-use std::fmt;
 use std::marker::PhantomData;
 
-use serde::Deserialize as DeriveDeserialize;
-use serde::de::{self, Deserialize, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
+use serde::de::{DeserializeOwned, Deserializer, Error as _};
+use serde::{Deserialize, Serialize};
+use serde_json::Value;
 
 use crate::types::Detail as ImageDetail;
 
@@ -35,68 +35,27 @@ kind_error!(PlainKind, "expected a string or a list");
 kind_error!(OutputKind, "output should be a string or a list of output content parts");
 kind_error!(InputKind, "input should be a string or a list of input items");
 
-impl<'de, T: Deserialize<'de>, M: KindError> Deserialize<'de> for TextOr<T, M> {
+impl<'de, T: DeserializeOwned, M: KindError> Deserialize<'de> for TextOr<T, M> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct Kind<T, M>(PhantomData<(T, M)>);
-        impl<'de, T: Deserialize<'de>, M: KindError> Visitor<'de> for Kind<T, M> {
-            type Value = TextOr<T, M>;
-
-            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str(M::TEXT)
+        match Value::deserialize(deserializer)? {
+            Value::String(text) => Ok(TextOr::Text(text)),
+            Value::Array(items) => {
+                let items = items.into_iter().map(T::deserialize).collect::<Result<_, _>>();
+                items.map(|items| TextOr::List(items, PhantomData)).map_err(D::Error::custom)
             }
-
-            fn visit_str<E: de::Error>(self, text: &str) -> Result<Self::Value, E> {
-                Ok(TextOr::Text(text.to_owned()))
-            }
-
-            fn visit_string<E: de::Error>(self, text: String) -> Result<Self::Value, E> {
-                Ok(TextOr::Text(text))
-            }
-
-            fn visit_seq<A: SeqAccess<'de>>(self, mut items: A) -> Result<Self::Value, A::Error> {
-                let mut list = Vec::with_capacity(items.size_hint().unwrap_or(0).min(4096));
-                while let Some(item) = items.next_element()? {
-                    list.push(item);
-                }
-                Ok(TextOr::List(list, PhantomData))
-            }
-
-            fn visit_map<A: MapAccess<'de>>(self, _: A) -> Result<Self::Value, A::Error> {
-                Err(A::Error::custom(M::TEXT))
-            }
-
-            fn visit_bool<E: de::Error>(self, _: bool) -> Result<Self::Value, E> {
-                Err(E::custom(M::TEXT))
-            }
-
-            fn visit_i64<E: de::Error>(self, _: i64) -> Result<Self::Value, E> {
-                Err(E::custom(M::TEXT))
-            }
-
-            fn visit_u64<E: de::Error>(self, _: u64) -> Result<Self::Value, E> {
-                Err(E::custom(M::TEXT))
-            }
-
-            fn visit_f64<E: de::Error>(self, _: f64) -> Result<Self::Value, E> {
-                Err(E::custom(M::TEXT))
-            }
-
-            fn visit_unit<E: de::Error>(self) -> Result<Self::Value, E> {
-                Err(E::custom(M::TEXT))
-            }
+            _ => Err(D::Error::custom(M::TEXT)),
         }
-        deserializer.deserialize_any(Kind(PhantomData))
     }
 }
 
 /// The one legal `type` of Chat tools and tool calls.
-#[derive(Debug, DeriveDeserialize)]
+#[derive(Debug, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum FunctionType {
     Function,
 }
 
-#[derive(Debug, DeriveDeserialize)]
+#[derive(Debug, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ThinkingType {
     Adaptive,
@@ -104,7 +63,7 @@ pub enum ThinkingType {
     Disabled,
 }
 
-#[derive(Debug, DeriveDeserialize)]
+#[derive(Debug, Deserialize)]
 pub struct Thinking {
     #[serde(rename = "type")]
     pub kind: ThinkingType,
@@ -113,7 +72,7 @@ pub struct Thinking {
     _budget_tokens: Option<u64>,
 }
 
-#[derive(Clone, Copy, Debug, PartialEq, Eq, DeriveDeserialize)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum EffortName {
     None,
@@ -126,22 +85,7 @@ pub enum EffortName {
     Max,
 }
 
-impl EffortName {
-    pub fn as_str(self) -> &'static str {
-        match self {
-            EffortName::None => "none",
-            EffortName::Minimal => "minimal",
-            EffortName::Low => "low",
-            EffortName::Medium => "medium",
-            EffortName::High => "high",
-            EffortName::Xhigh => "xhigh",
-            EffortName::Ultra => "ultra",
-            EffortName::Max => "max",
-        }
-    }
-}
-
-#[derive(Clone, Copy, Debug, DeriveDeserialize)]
+#[derive(Clone, Copy, Debug, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum DetailName {
     Low,

@@ -1,6 +1,8 @@
 //! Reading of the golden vectors. A missing folder fails: the vectors are part of the checkout's
 //! surroundings, and a test that passes without them proves nothing.
 
+#![allow(dead_code, reason = "each test binary uses its own part")]
+
 use std::path::PathBuf;
 
 use pelagos_codec::types::Protocol;

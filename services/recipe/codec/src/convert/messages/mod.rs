@@ -10,7 +10,7 @@ use self::wire::{Request, SystemBlock, Tool, ToolChoice};
 use super::content::plain;
 use super::sampling::{self, Sampling, check_stops};
 use super::schema::Checker;
-use super::tools::{Choice, ClientTool, check_name, select};
+use super::tools::{Choice, ClientTool, check_name, select, unknown_choice};
 use super::wire::{PlainKind, TextOr};
 use super::{Options, WebSearch, bad, reasoning, settle_carried_tools};
 use crate::types::{
@@ -38,6 +38,12 @@ pub fn convert(request: Request, options: &Options) -> Result<Converted, Error> 
         Some(ToolChoice::Tool { name, .. }) if dropped.contains(&name) => Choice::Auto,
         Some(ToolChoice::Tool { name, .. }) => Choice::Named(name),
     };
+    if tools.is_empty()
+        && !dropped.is_empty()
+        && let Choice::Named(name) = &choice
+    {
+        return Err(unknown_choice(name));
+    }
     let selection = select(tools, choice, mode.thinking, &mut Checker::default())?;
     settle_carried_tools(&mut messages, &selection.tools);
     let stop_sequences = request.stop_sequences.unwrap_or_default();

@@ -169,6 +169,15 @@ impl<'a> Walk<'a> {
             Some(TextOr::Text(text)) => return Ok(Content::of(text)),
             Some(TextOr::List(blocks, _)) => blocks,
         };
+        for block in &blocks {
+            let ResultBlock::ToolReference { tool_name } = block else { continue };
+            if !self.declared.contains(tool_name) {
+                return Err(bad(format!(
+                    "messages.{index}.content.{block_index}: tool reference '{tool_name}' not \
+                     found in available tools"
+                )));
+            }
+        }
         let mut out = Content::default();
         for (part_index, block) in blocks.into_iter().enumerate() {
             match block {
@@ -180,12 +189,6 @@ impl<'a> Walk<'a> {
                     self.push_image(&mut out, source, location, path)?;
                 }
                 ResultBlock::ToolReference { tool_name } => {
-                    if !self.declared.contains(&tool_name) {
-                        return Err(bad(format!(
-                            "messages.{index}.content.{block_index}: tool reference \
-                             '{tool_name}' not found in available tools"
-                        )));
-                    }
                     referenced.push(tool_name.clone());
                     out.push_text(tool_name);
                 }
@@ -196,7 +199,7 @@ impl<'a> Walk<'a> {
 
     fn assistant(&mut self, content: TextOr<Block, PlainKind>, index: usize) -> Result<(), Error> {
         let mut content_text = String::new();
-        let mut thinking: Option<String> = None;
+        let mut thinking: Vec<String> = Vec::new();
         let mut calls: Vec<ToolCall> = Vec::new();
         let blocks = match content {
             TextOr::Text(text) => {
@@ -222,11 +225,13 @@ impl<'a> Walk<'a> {
                 Block::Image { .. } if self.version == ModelVersion::V4 => {
                     append(&mut content_text, UNSUPPORTED_IMAGE.to_owned());
                 }
-                Block::Image { .. } => {
+                Block::Image { source } => {
+                    let path = || format!("messages.{index}.content[{block_index}]");
+                    self.push_image(&mut Content::default(), source, path, path)?;
                     return Err(bad("Image in assistant message is unsupported"));
                 }
                 Block::Thinking { thinking: text, .. } => {
-                    append(thinking.get_or_insert_default(), text);
+                    thinking.push(text);
                 }
                 Block::ToolUse { id, name, input } => {
                     if !self.unanswered.insert(id.clone()) {
@@ -249,7 +254,7 @@ impl<'a> Walk<'a> {
         }
         self.messages.push(Message::Assistant {
             content: content_text,
-            reasoning_content: thinking,
+            reasoning_content: (!thinking.is_empty()).then(|| thinking.join("\n\n")),
             tool_calls: (!calls.is_empty()).then_some(calls),
             prefix: false,
         });

@@ -3,14 +3,14 @@
 use serde_json::{Map, Value, json};
 
 use super::tools::reported;
-use super::wire::{ChosenTool, Format, Request, Summary, ToolChoice, Verbosity};
+use super::wire::{ChosenTool, Format, Request, ToolChoice};
 
 /// Returns the echoed fields with absent ones as null or as their defaults.
 pub fn echo(request: &Request) -> Map<String, Value> {
     let reasoning = request.reasoning.as_ref();
     let summary = reasoning.and_then(|reasoning| reasoning.summary.or(reasoning.generate_summary));
     let text = request.text.as_ref();
-    let format = text.and_then(|text| text.format.as_ref()).unwrap_or(&Format::Text);
+    let format = text.map_or(&Format::Text, |text| &text.format);
     let tools = request.tools.as_deref().unwrap_or_default();
     let fields = [
         ("instructions", json!(request.instructions)),
@@ -18,10 +18,8 @@ pub fn echo(request: &Request) -> Map<String, Value> {
         (
             "reasoning",
             json!({
-                "effort": reasoning
-                    .and_then(|reasoning| reasoning.effort)
-                    .map(|effort| effort.as_str()),
-                "summary": summary.map(summary_name),
+                "effort": reasoning.and_then(|reasoning| reasoning.effort),
+                "summary": summary,
             }),
         ),
         ("temperature", single(request.temperature.unwrap_or(1.0))),
@@ -29,7 +27,7 @@ pub fn echo(request: &Request) -> Map<String, Value> {
             "text",
             json!({
                 "format": format_value(format),
-                "verbosity": text.and_then(|text| text.verbosity).map(verbosity_name),
+                "verbosity": text.and_then(|text| text.verbosity),
             }),
         ),
         ("tool_choice", request.tool_choice.as_ref().map_or_else(|| "auto".into(), choice_value)),
@@ -74,21 +72,5 @@ fn choice_value(choice: &ToolChoice) -> Value {
         ToolChoice::Tool(ChosenTool::WebSearch20250826) => {
             json!({"type": "web_search_2025_08_26"})
         }
-    }
-}
-
-fn summary_name(summary: Summary) -> &'static str {
-    match summary {
-        Summary::Auto => "auto",
-        Summary::Concise => "concise",
-        Summary::Detailed => "detailed",
-    }
-}
-
-fn verbosity_name(verbosity: Verbosity) -> &'static str {
-    match verbosity {
-        Verbosity::Low => "low",
-        Verbosity::Medium => "medium",
-        Verbosity::High => "high",
     }
 }

@@ -195,7 +195,8 @@ impl<'a, 'b> Walk<'a, 'b> {
     fn answer(&mut self, call_id: String, content: Content, declarations: Option<Vec<String>>) {
         self.group.unanswered.remove(&call_id);
         self.answered.insert(call_id.clone());
-        self.group.last_output = Some(call_id.clone());
+        // A resize notice speaks of an output's images; a tool search has none.
+        self.group.last_output = declarations.is_none().then(|| call_id.clone());
         let message = tool_message(content, Some(call_id.clone()));
         self.group.outputs.insert(call_id, Output { message, notice: None, declarations });
     }

@@ -54,9 +54,9 @@ pub fn convert(request: Request, options: &Options) -> Result<Converted, Error> 
     let selection = select(registry.tools, choice, mode.thinking, &mut checker)?;
     settle_carried_tools(&mut messages, &selection.tools);
 
-    let text_format = request.text.and_then(|text| text.format);
-    let is_text = matches!(text_format, None | Some(Format::Text));
-    let is_json_object = matches!(text_format, Some(Format::JsonObject));
+    let text_format = request.text.map_or(Format::Text, |text| text.format);
+    let is_text = matches!(text_format, Format::Text);
+    let is_json_object = matches!(text_format, Format::JsonObject);
     let (response_format, format_constraint) =
         response_format(text_format, &messages, &mut checker)?;
     if selection.all_strict()? && !is_text {
@@ -180,21 +180,19 @@ fn resolve_choice(choice: ToolChoice, options: &Options) -> Result<Choice, Error
 }
 
 fn response_format(
-    format: Option<Format>,
+    format: Format,
     messages: &[Message],
     checker: &mut Checker,
 ) -> Result<Formatted, Error> {
     Ok(match format {
-        None | Some(Format::Text) => (ResponseFormat::Text, None),
-        Some(Format::JsonObject) => {
+        Format::Text => (ResponseFormat::Text, None),
+        Format::JsonObject => {
             if !mentions_json(messages) {
                 return Err(bad("Response input messages must contain the word 'json' in some \
                      form to use 'text.format' of type 'json_object'."));
             }
             format::json_object()
         }
-        Some(Format::JsonSchema { schema, strict, .. }) => {
-            format::json_schema(schema, strict, checker)?
-        }
+        Format::JsonSchema { schema, strict, .. } => format::json_schema(schema, strict, checker)?,
     })
 }

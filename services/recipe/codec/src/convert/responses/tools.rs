@@ -262,10 +262,7 @@ pub fn reported(tool: &Tool) -> Option<Value> {
         Tool::Custom { name } => json!({"type": "custom", "name": name}),
         Tool::ToolSearch { execution, description, parameters } => json!({
             "type": TOOL_SEARCH,
-            "execution": execution.map(|execution| match execution {
-                Execution::Client => "client",
-                Execution::Server => "server",
-            }),
+            "execution": execution,
             "description": description,
             "parameters": parameters,
         }),
@@ -284,6 +281,7 @@ pub fn reported_flat(tools: &[Tool]) -> Result<Value, ()> {
             Tool::Namespace { name, description, tools } => {
                 for tool in tools {
                     let mut tool = reported_inner(tool);
+                    let description = description.as_deref().unwrap_or("");
                     tool["namespace"] = json!({"name": name, "description": description});
                     out.push(tool);
                 }

@@ -1,7 +1,7 @@
 //! Field types of a Responses request (recipe.md, sections 8.1, 8.2 and 8.4).
 
-use serde::Deserialize;
 use serde::de::{Deserializer, Error as _};
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
 use crate::convert::wire::{BlocksKind, DetailName, EffortName, InputKind, OutputKind, TextOr};
@@ -30,7 +30,7 @@ pub struct Reasoning {
     pub generate_summary: Option<Summary>,
 }
 
-#[derive(Clone, Copy, Deserialize)]
+#[derive(Clone, Copy, Deserialize, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Summary {
     Auto,
@@ -40,27 +40,35 @@ pub enum Summary {
 
 #[derive(Deserialize)]
 pub struct Text {
-    pub format: Option<Format>,
-    pub verbosity: Option<Verbosity>,
+    /// May be absent, but not null.
+    #[serde(default)]
+    pub format: Format,
+    pub verbosity: Option<Level>,
 }
 
-#[derive(Clone, Copy, Deserialize)]
+#[derive(Clone, Copy, Deserialize, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum Verbosity {
+pub enum Level {
     Low,
     Medium,
     High,
 }
 
-#[derive(Deserialize)]
+#[derive(Default, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum Format {
+    #[default]
     Text,
-    JsonSchema { name: String, schema: Value, description: Option<String>, strict: Option<bool> },
+    JsonSchema {
+        name: String,
+        schema: Value,
+        description: Option<String>,
+        strict: Option<bool>,
+    },
     JsonObject,
 }
 
-#[derive(Clone, Copy, PartialEq, Eq, Deserialize)]
+#[derive(Clone, Copy, PartialEq, Eq, Deserialize, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Execution {
     Client,
@@ -102,8 +110,16 @@ pub struct Function {
 /// Carried only to be echoed.
 #[derive(Deserialize)]
 pub struct WebSearch {
-    pub search_context_size: Option<Value>,
-    pub user_location: Option<Value>,
+    pub search_context_size: Option<Level>,
+    pub user_location: Option<UserLocation>,
+}
+
+#[derive(Deserialize, Serialize)]
+pub struct UserLocation {
+    city: Option<String>,
+    country: Option<String>,
+    region: Option<String>,
+    timezone: Option<String>,
 }
 
 #[derive(Deserialize)]
