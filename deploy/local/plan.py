@@ -13,7 +13,7 @@ from services.common.cli import SERVICES
 from services.common.config import require
 
 STORE, MATCH, BALANCERS, ENGINES, FRONT = range(5)
-_HTTP_DEFAULT_PORT = 8000
+_NUM_GROUPS = 64  # placement groups; a cluster on one machine needs no more
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class StackConfig:
     num_prefill_lbs: int = 1  # more are standbys
     num_decode_lbs: int = 1
     backend: Literal["local", "nodes"] = "local"
-    num_storage_nodes: int = 0
+    num_storage_nodes: int = 3  # with backend "nodes"
     http_port: int = 0  # of the first entrypoint; 0: any free one
     without: tuple[str, ...] = ()  # services to leave out
     etcd: str = ""  # an etcd that runs already; empty: one of our own
@@ -44,6 +44,7 @@ class StackConfig:
         for count in (self.num_prefill, self.num_decode, self.num_encoders, self.num_entrypoints):
             require(0 <= count <= 64, "counts must be in [0, 64]")
         require(self.num_entrypoints >= 1, "num_entrypoints must be at least 1")
+        require(3 <= self.num_storage_nodes <= 32, "num_storage_nodes must be in [3, 32]")
         unknown = sorted({*self.without, *self.flags} - set(SERVICES))
         require(not unknown, f"not a service: {', '.join(unknown)}")
 
@@ -74,7 +75,14 @@ def plan(config: StackConfig) -> tuple[ProcessSpec, ...]:
             specs.append(ProcessSpec(name, service, tier, (*own, *extra)))
 
     nodes = config.num_storage_nodes if config.backend == "nodes" else 0
-    add("storage-node", STORE, nodes, f"--dir={folder / 'kv' / '{name}'}")
+    add(
+        "storage-node",
+        STORE,
+        nodes,
+        f"--dir={folder / 'kv' / '{name}'}",
+        f"--profile={profile(config.num_storage_nodes)}",
+        f"--num_groups={_NUM_GROUPS}",
+    )
     add("store", STORE, 1, f"--backend={config.backend}", f"--dir={folder / 'kv' / 'store'}")
     add("recipe", STORE)
     add("so-compiler", STORE)
@@ -91,6 +99,11 @@ def plan(config: StackConfig) -> tuple[ProcessSpec, ...]:
     return tuple(
         _with_http_port(spec, config, specs) for spec in sorted(specs, key=lambda s: s.tier)
     )
+
+
+def profile(num_nodes: int) -> str:
+    """Returns the erasure code for so many nodes: any two may fail from twelve on, else one."""
+    return "10+2" if num_nodes >= 12 else f"{num_nodes - 1}+1"
 
 
 def _with_http_port(

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from deploy.local import doctor, status
-from deploy.local.plan import StackConfig, plan
+from deploy.local.plan import StackConfig, plan, profile
 from deploy.local.process import ProcessState, StartFailed
 from deploy.local.stack import Stack, StackRunning, read_state
 from services.common.cli import SERVICES
@@ -204,9 +204,11 @@ def test_storage_nodes_belong_to_their_backend() -> None:
     local = StackConfig(num_storage_nodes=3)
     assert not [spec for spec in plan(local) if spec.service == "storage-node"]
     nodes = StackConfig(num_storage_nodes=3, backend="nodes")
-    assert [spec.name for spec in plan(nodes) if spec.service == "storage-node"] == [
-        f"storage-node-{i}" for i in (1, 2, 3)
-    ]
+    specs = [spec for spec in plan(nodes) if spec.service == "storage-node"]
+    assert [spec.name for spec in specs] == [f"storage-node-{i}" for i in (1, 2, 3)]
+    assert len({spec.flags[0] for spec in specs}) == 3  # a disk each
+    assert all("--profile=2+1" in spec.flags for spec in specs)
+    assert profile(12) == "10+2"
 
 
 def test_a_plan_of_what_does_not_exist_is_refused() -> None:
