@@ -38,10 +38,13 @@ lock: setup  ## Resolves the dependencies again
 	@$(BIN)/uv pip compile -q -U --generate-hashes --no-header --extra dev pyproject.toml -o deploy/locks/core.lock
 	@$(BIN)/uv pip compile -q -U --generate-hashes --no-header --extra engine -c deploy/locks/core.lock pyproject.toml -o deploy/locks/engine.lock
 
-bench: bench-recipe bench-path  ## Runs the benchmarks
+bench: bench-recipe bench-lb bench-path  ## Runs the benchmarks
 
 bench-recipe: setup  ## Codec beside the packages that do the same
 	@$(BIN)/python -m services.recipe.benchmarks.bench_recipe $(ARGS)
+
+bench-lb: setup  ## What a decision of the balancers costs, against its budget
+	@$(BIN)/python -m tests.bench.bench_lb $(ARGS)
 
 bench-path: setup  ## Latency of each hop, TTFT and throughput through the whole path, beside a peer router
 	@$(BIN)/python -m tests.bench.bench_path $(ARGS)
