@@ -73,7 +73,7 @@ def bearer_key(headers: Iterable[tuple[bytes, bytes]]) -> str | None:
     for name, value in headers:
         if name == b"authorization":
             scheme, _, key = value.decode("latin-1").strip().partition(" ")
-            if scheme.lower() != "bearer":
+            if scheme and scheme.lower() != "bearer":
                 raise _unauthenticated("the authorization scheme must be Bearer")
             found.add(key.strip())
         elif name == b"x-api-key":

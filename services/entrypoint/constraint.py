@@ -27,9 +27,14 @@ _TYPE_NAMES = {
 class Constraint:
     """What to compile, and when the engine starts to obey it."""
 
-    type: so.GrammarType
+    type: so.GrammarType.ValueType
     source: str
     trigger_token_ids: bytes = b""
+
+    @property
+    def needs_special_ids(self) -> bool:
+        """Returns whether the grammar names special tokens: those inside the tags of calls."""
+        return self.type in (so.GRAMMAR_TYPE_TOOL_CALL, so.GRAMMAR_TYPE_TOOL_CALL_REQUIRED)
 
     def grammar_ref(self, artifact_key: str, address: str) -> records.GrammarRef:
         """Returns what travels with the request."""

@@ -97,10 +97,7 @@ class HttpFront:
     async def send_error(self, answer: Answer, failure: Failure, api: Api, request_id: str) -> None:
         """Answers with a failure in the API's shape."""
         response = error_response(failure, api, request_id, self.parts.engines.rng)
-        headers = response.headers
-        if response.status in (408, 413):
-            headers.append((b"connection", b"close"))  # the rest of the body is not read
-        await answer.whole(response.status, headers, response.body)
+        await answer.whole(response.status, response.headers, response.body)
 
     def answer(self, scope: Scope, send: Send) -> Answer:
         """Returns the answer to a request."""
@@ -252,7 +249,7 @@ class _Models:
         api = Api.MESSAGES if b"anthropic-version" in headers else Api.CHAT
         try:
             front.identify(scope, SCOPE_INFERENCE)
-            known = await front.parts.codec.list_models()
+            known = await front.parts.models.all()
             names = front.parts.catalog.names([model.name for model in known])
             wanted = scope.get("path_params", {}).get("model")
             documents = [_model_document(name, api) for name in names]

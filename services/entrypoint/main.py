@@ -16,6 +16,7 @@ from services.entrypoint.address_policy import UrlPolicy
 from services.entrypoint.admission import Door, Load
 from services.entrypoint.attach import EngineHub
 from services.entrypoint.catalog import Catalog
+from services.entrypoint.codec_models import CodecModels
 from services.entrypoint.config import EntrypointConfig
 from services.entrypoint.generation import Engines
 from services.entrypoint.http_app import HttpFront
@@ -47,7 +48,7 @@ _TICK_S = 1.0
 
 
 async def build(runtime: Runtime[EntrypointConfig]) -> Parts:
-    """Wires one entrypoint; returns its parts."""
+    """Wires one entrypoint; returns its parts, for tests that look inside."""
     config, clock = runtime.config, runtime.clock
     keys = KeyStore(
         Path(config.key_folder),
@@ -99,6 +100,7 @@ async def build(runtime: Runtime[EntrypointConfig]) -> Parts:
         codec=codec,
         compiler=CompilerService(runtime.channels, peers),
         catalog=catalog,
+        models=CodecModels(codec, clock),
         engines=engines,
         mux=ParseMux(codec, clock=clock),
         ledger=Ledger(config.explained_requests),
@@ -121,6 +123,7 @@ async def build(runtime: Runtime[EntrypointConfig]) -> Parts:
         base_url=lambda: f"http://{server.address}",
     )
     server = HttpServer(front.app, config.http_listen, config.limits)
+    parts.http = server
     runtime.server.add(
         entrypoint_pb2_grpc.add_EntrypointServiceServicer_to_server,
         EntrypointServicer(parts, pipeline, keys),

@@ -30,10 +30,12 @@ from services.entrypoint.admission import Door, Load, LoadShare
 from services.entrypoint.api.dialect import Headers, error_response, public_message
 from services.entrypoint.auth import Identity
 from services.entrypoint.catalog import Catalog, Profile
+from services.entrypoint.codec_models import CodecModels
 from services.entrypoint.config import EntrypointConfig
 from services.entrypoint.constraint import Constraint, constraint_of
 from services.entrypoint.generation import Engines, Generation, Job, settle
 from services.entrypoint.http_body import Body
+from services.entrypoint.http_server import HttpServer
 from services.entrypoint.image_fetch import ImageFetcher
 from services.entrypoint.key_store import KeyStore
 from services.entrypoint.ledger import Entry, Ledger, Outcome, outcome_of
@@ -83,6 +85,7 @@ class Parts:
     codec: Codec
     compiler: Compiler
     catalog: Catalog
+    models: CodecModels
     engines: Engines
     mux: ParseMux
     ledger: Ledger
@@ -93,6 +96,7 @@ class Parts:
     fetcher: ImageFetcher
     keys: KeyStore
     outputs: set[StreamOutput]
+    http: HttpServer | None = None
 
 
 class Pipeline:
@@ -338,6 +342,9 @@ class ApiRun:
 
     async def _compile(self, constraint: Constraint, tokenizer_id: str) -> records.GrammarRef:
         parts, admitted = self._parts, self._admitted
+        special_ids = (
+            await parts.models.special_ids(tokenizer_id) if constraint.needs_special_ids else {}
+        )
         with tracing.span("entrypoint.compile"):
             compiled, address = await parts.compiler.compile(
                 so.CompileRequest(
@@ -346,6 +353,7 @@ class ApiRun:
                     strict=True,
                     tokenizer_id=tokenizer_id,
                     tenant=admitted.identity.tenant,
+                    special_ids=special_ids,
                 )
             )
         return constraint.grammar_ref(compiled.artifact_key, address)

@@ -74,6 +74,8 @@ def error_response(
         headers.append((b"request-id", request_id.encode()))
     if facts.sdk_should_retry:
         headers.append((b"retry-after", str(retry_after_s(failure, rng)).encode()))
+    if status in (408, 413):
+        headers.append((b"connection", b"close"))  # the rest of the body is not read
     if shown is Reason.UNAUTHENTICATED:
         headers.append((b"www-authenticate", b"Bearer"))
     return ErrorResponse(status, headers, body)

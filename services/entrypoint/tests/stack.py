@@ -453,6 +453,10 @@ class Stack:
     base_url: str
     parts: Any
 
+    @property
+    def http(self) -> Any:
+        return self.parts.http
+
     def chat(self, text: str = "hello", **fields: Any) -> dict[str, Any]:
         return {"model": MODEL, "messages": [{"role": "user", "content": text}], **fields}
 
