@@ -99,6 +99,9 @@ class StorageNodeConfig:
     keeper_every_s: float = 1.0
     repair_bytes_per_s: float = 64 << 20
     scrub_bytes_per_s: float = 8 << 20
+    lines: Waterlines = field(default_factory=Waterlines)
+    # Seconds between passes of a worker inside this process; 0 when `pelagos serve gc` runs beside.
+    gc_every_s: float = 5.0
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
 
     def __post_init__(self) -> None:

@@ -8,144 +8,13 @@ from typing import Any
 import grpc.aio
 from pelagos.kvstore.v1 import gc_pb2 as pb
 from pelagos.kvstore.v1 import gc_pb2_grpc as rpc
-from pelagos.kvstore.v1 import storage_pb2 as storage
 
 from services.common.clock import SYSTEM_CLOCK, Clock
-from services.common.errors import Failure
-from services.common.rpc_client import call, stream_call
 from services.common.service import Runtime, run_service
-from services.kvstore.backends.base import ShardRef
 from services.kvstore.config import GcConfig
-from services.kvstore.formats import Record, ShardHeader, State
-from services.kvstore.gc.collector import Collector
-from services.kvstore.index_table import TTL_S, IndexTable, new_table
+from services.kvstore.gc.worker import RefreshedCollector, passes_over, run_passes
 from services.kvstore.storage.keeper import ROLE, MapView
 from services.kvstore.storage.links import Links, NodeLink
-
-_TIMEOUT_S = 30.0
-_ORPHAN_AGE_S = 600
-_LOOKUP = 1024
-
-
-class NodeTarget:
-    """The groups one node leads, through its RPCs. What is fullest among all members counts: an
-    evicted block frees a slot on each of them."""
-
-    def __init__(self, link: NodeLink, links: Links, view: MapView, clock: Clock) -> None:
-        self._link = link
-        self._links = links
-        self._view = view
-        self._clock = clock
-        self._table: IndexTable = new_table()
-        self._is_emergency = False
-
-    async def refresh(self) -> None:
-        """Reads the node's records. Raises Failure when it is away."""
-        table = new_table()
-        request = storage.FollowLogRequest(pg=-1)
-        async with stream_call(self._link.meta.FollowLog, request, timeout_s=_TIMEOUT_S) as stream:
-            while True:
-                part = await stream.read()
-                if part is None:
-                    break
-                table.apply_log(part.entries)
-                if part.level:
-                    break
-        self._table = table
-
-    async def usage(self) -> tuple[int, int]:
-        """Returns (slots, used), scaled to the share that this node leads."""
-        fullest, led_share = (1, 0), 0.0
-        pgmap = self._view.pgmap
-        for node in self._view.up():
-            link = self._links.get(node)
-            if link is None:
-                continue
-            try:
-                stat = await call(link.storage.StatNode, storage.StatNodeRequest(), timeout_s=5.0)
-            except Failure:
-                continue
-            if stat.used * fullest[0] > fullest[1] * stat.slots:
-                fullest = (stat.slots, stat.used)
-            if link.address == self._link.address and pgmap is not None:
-                led_share = stat.primary_of / pgmap.num_groups
-        num_slots, num_used = fullest
-        self._is_emergency = num_used >= 0.96 * num_slots
-        return int(num_slots * led_share), round(num_used * led_share)
-
-    def eviction_order(self, limit: int, only_expired: bool = False) -> list[tuple[bytes, bool]]:
-        """Returns (key, is expired), first to go first."""
-        wall_s = int(self._clock.wall_s())
-        return self._table.eviction_order(wall_s, TTL_S, limit, only_expired)
-
-    def access_epoch(self, key16: bytes) -> int | None:
-        """Returns when the block was last used, in units of 600 s."""
-        fields = self._table.get(key16)
-        return fields[3] if fields else None
-
-    def pinned(self) -> set[bytes]:
-        """Returns nothing: the primary itself passes over what is pinned."""
-        return set()
-
-    async def evict(self, keys16: Sequence[bytes], reason: str) -> int:
-        """Asks the primary to evict."""
-        why = "emergency" if self._is_emergency else reason
-        request = storage.EvictObjectsRequest(keys16=b"".join(keys16), reason=why)
-        answer = await call(self._link.meta.EvictObjects, request, timeout_s=_TIMEOUT_S)
-        return int(answer.evicted)
-
-    async def free_orphans(self) -> int:
-        """Frees old shards on this node that their primaries do not name."""
-        pgmap = self._view.pgmap
-        headers = await self._link.headers()
-        if pgmap is None or headers is None:
-            return 0
-        before_s = int(self._clock.wall_s()) - _ORPHAN_AGE_S
-        old = [h for h in map(ShardHeader.parse, headers) if h and h.created_s <= before_s]
-        by_primary: dict[str, list[ShardHeader]] = {}
-        up = self._view.up()
-        for header in old:
-            primary = pgmap.primary_of(pgmap.group_of(header.key16), up)
-            if primary is not None:
-                by_primary.setdefault(primary, []).append(header)
-        orphans: list[ShardRef] = []
-        for primary, some in by_primary.items():
-            link = self._links.get(primary)
-            if link is not None:
-                orphans += await self._orphans_at(link, some)
-        return await self._link.delete(orphans, pgmap.epoch) if orphans else 0
-
-    async def _orphans_at(self, link: NodeLink, headers: list[ShardHeader]) -> list[ShardRef]:
-        """Returns the shards that the primary knows under another put. A key it does not know at
-        all may be of a group that it is taking over just now: left for the next pass."""
-        orphans = []
-        for at in range(0, len(headers), _LOOKUP):
-            part = headers[at : at + _LOOKUP]
-            request = storage.LookupRequest(keys16=b"".join(h.key16 for h in part))
-            try:
-                answer = await call(link.meta.Lookup, request, timeout_s=_TIMEOUT_S)
-            except Failure:
-                return []
-            for header, found in zip(part, answer.objects, strict=False):
-                record = Record.parse(found.record)
-                if record is not None and (
-                    record.put_id != header.put_id or record.state > State.DEGRADED
-                ):
-                    orphans.append(ShardRef(header.key16, header.shard, header.put_id))
-        return orphans
-
-
-class RefreshedCollector:
-    """A collector whose target reads the node anew before each pass."""
-
-    def __init__(self, target: NodeTarget, collector: Collector) -> None:
-        self._target = target
-        self.collector = collector
-
-    async def collect(self, with_orphans: bool) -> None:
-        """Runs one pass. Raises Failure when the node is away."""
-        await self._target.refresh()
-        await self.collector.collect(with_orphans)
 
 
 class GcServicer(rpc.GcServiceServicer):
@@ -194,39 +63,18 @@ async def build(runtime: Runtime[GcConfig]) -> None:
     await runtime.view.wait_for(lambda _: node_address() is not None)
     address = node_address()
     assert address is not None
-    target = NodeTarget(
-        NodeLink(runtime.channels, address, runtime.clock), links, view, runtime.clock
-    )
-    collector = Collector(
-        target,
-        config.lines,
-        max_deletes_per_s=config.max_deletes_per_s,
-        clock=runtime.clock,
-    )
-    passes = RefreshedCollector(target, collector)
+    link = NodeLink(runtime.channels, address, runtime.clock)
+    passes = passes_over(link, links, view, config, runtime.clock)
+    collector = passes.collector
     runtime.server.add(rpc.add_GcServiceServicer_to_server, GcServicer(passes, runtime.clock))
     runtime.spawn(view.run(), "placement map")
-    runtime.spawn(run(passes, config, runtime.clock), "gc")
+    runtime.spawn(run_passes(passes, config, runtime.clock), "gc")
     gauge = runtime.metrics.gauge
     gauge("used_share", "Share of slots in use").set_function(lambda: collector.used_share)
     gauge("evicted_blocks", "Blocks evicted").set_function(lambda: collector.num_evicted)
     gauge("effective_retention_seconds", "Age of the youngest block evicted").set_function(
         lambda: (collector.last.retention_epochs or 0) * 600
     )
-
-
-async def run(passes: RefreshedCollector, config: GcConfig, clock: Clock) -> None:
-    """Passes for ever; while the node is away there is nothing to do."""
-    next_orphans_s = clock.now_s() + config.orphans_every_s
-    while True:
-        await clock.sleep(config.every_s)
-        with_orphans = clock.now_s() >= next_orphans_s
-        try:
-            await passes.collect(with_orphans)
-        except Failure:
-            continue
-        if with_orphans:
-            next_orphans_s = clock.now_s() + config.orphans_every_s
 
 
 def main(argv: Sequence[str] | None = None) -> int:

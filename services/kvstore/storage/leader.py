@@ -121,7 +121,11 @@ class Leader:
             taken = wanted - self.led
             is_news = taken or pgmap.epoch != self._known_epoch
             self.led = self.led & wanted
-            await self._audit(pgmap, up if is_news else up - self._known_up, wanted)
+            asked = up if is_news else up - self._known_up
+            knows_all = await self._audit(pgmap, asked, wanted)
+            if not knows_all and asked != up:
+                # A member has shards of a block that no record names: do the others make it whole?
+                await self._audit(pgmap, up, wanted)
             self.led = self._held = wanted
             self.counts.taken_over += len(taken)
             self._known_up, self._known_epoch = up, pgmap.epoch
@@ -142,10 +146,11 @@ class Leader:
             keys += [entries[at + 12 : at + 28] for at in range(0, len(entries), 80)]
         return keys
 
-    async def _audit(self, pgmap: PgMap, nodes: Collection[str], groups: frozenset[int]) -> None:
-        """Compares the records of the groups with what these nodes have."""
+    async def _audit(self, pgmap: PgMap, nodes: Collection[str], groups: frozenset[int]) -> bool:
+        """Compares the records of the groups with what these nodes have; returns whether every
+        shard they have belongs to a block with a record."""
         if not nodes or not groups:
-            return
+            return True
         names = sorted(nodes)
         answers = await asyncio.gather(*(self._headers(node) for node in names))
         found: dict[bytes, dict[int, list[tuple[ShardHeader, str]]]] = defaultdict(dict)
@@ -163,6 +168,7 @@ class Leader:
                     found[header.key16].setdefault(header.put_id, []).append((header, node))
         for key16 in {*found, *(k for k in self._keys() if pgmap.group_of(k) in groups)}:
             self._audit_block(pgmap, key16, found.get(key16, {}), asked)
+        return all(self.meta.table.get(key16) is not None for key16 in found)
 
     async def _headers(self, node: str) -> list[bytes] | None:
         link = self._links.get(node)

@@ -11,11 +11,12 @@ from pelagos.kvstore.v1 import storage_pb2_grpc
 from services.common.clock import Clock
 from services.common.service import Runtime, run_service
 from services.kvstore.backends.local import LocalBackend, LocalBackendConfig
-from services.kvstore.config import StorageNodeConfig
+from services.kvstore.config import GcConfig, StorageNodeConfig
+from services.kvstore.gc.worker import passes_over, run_passes
 from services.kvstore.placement import Profile
 from services.kvstore.storage.keeper import ROLE, MapKeeper, MapView
 from services.kvstore.storage.leader import Leader
-from services.kvstore.storage.links import Links
+from services.kvstore.storage.links import Links, NodeLink
 from services.kvstore.storage.meta import Meta
 from services.kvstore.storage.server import MetaServicer, StorageServicer
 
@@ -61,7 +62,7 @@ async def build(runtime: Runtime[StorageNodeConfig]) -> None:
         repair_bytes_per_s=config.repair_bytes_per_s,
         clock=runtime.clock,
     )
-    storage = StorageServicer(node, backend, view, leader, config.scrub_bytes_per_s)
+    storage = StorageServicer(node, backend, view, leader, config.scrub_bytes_per_s, config.lines)
     records = MetaServicer(leader, view, runtime.clock)
     everything = ("*",)
     runtime.server.add(
@@ -95,6 +96,11 @@ async def build(runtime: Runtime[StorageNodeConfig]) -> None:
     runtime.spawn(keeper.run(config.keeper_every_s), "map keeper")
     runtime.spawn(leader.run(), "lead groups")
     runtime.spawn(leader.repair(), "repair")
+    if config.gc_every_s > 0:
+        worker = GcConfig(lines=config.lines, every_s=config.gc_every_s)
+        link = NodeLink(runtime.channels, runtime.address, runtime.clock)
+        passes = passes_over(link, links, view, worker, runtime.clock)
+        runtime.spawn(run_passes(passes, worker, runtime.clock), "gc")
     if config.scrub_bytes_per_s > 0:
         runtime.spawn(scrub(backend, leader, config, runtime.clock), "scrub")
     runtime.announce(labels={"node": node, "domain": config.domain})

@@ -14,6 +14,7 @@ from services.common.clock import SYSTEM_CLOCK, Clock
 from services.common.errors import Failure, Reason
 from services.kvstore.backends.base import BlockBackend, PutStatus, ReadStatus, ShardRef
 from services.kvstore.formats import Record, ShardHeader
+from services.kvstore.gc.policy import Waterlines, admits_put
 from services.kvstore.placement import SHARD_HEADER_BYTES
 from services.kvstore.storage.keeper import MapView
 from services.kvstore.storage.leader import CommitStatus, Leader
@@ -58,12 +59,14 @@ class StorageServicer(rpc.StorageServiceServicer):
         view: MapView,
         leader: Leader,
         scrub_bytes_per_s: float,
+        lines: Waterlines,
     ) -> None:
         self._node = node
         self._backend = backend
         self._view = view
         self._leader = leader
         self._scrub_bytes_per_s = scrub_bytes_per_s
+        self._lines = lines
         self._epoch = 0
         self.num_bad = 0
 
@@ -84,7 +87,14 @@ class StorageServicer(rpc.StorageServiceServicer):
         """Writes shards."""
         self._fence(request.epoch)
         statuses = []
+        stat = await self._backend.stat()
+        num_used = stat.num_used
         for shard in request.shards:
+            ttl_class = shard.bytes[9] if len(shard.bytes) > 9 else 0
+            if not admits_put(stat.num_slots, num_used, ttl_class, self._lines):
+                statuses.append(pb.SHARD_STATUS_FULL)
+                continue
+            num_used += 1
             pieces = [shard.bytes[:SHARD_HEADER_BYTES], shard.bytes[SHARD_HEADER_BYTES:]]
             try:
                 # Durable ones wait together: the group commit takes all that were written.

@@ -37,6 +37,7 @@ def node_config(folder: Path, number: int, **more: Any) -> StorageNodeConfig:
         "keeper_every_s": 0.05,
         "scrub_bytes_per_s": 0,
         "repair_bytes_per_s": 1e9,
+        "gc_every_s": 0,
     }
     return StorageNodeConfig(**(fields | more))
 
