@@ -52,6 +52,7 @@ class EtcdProcess:
         self._folder = folder
         self._process: asyncio.subprocess.Process | None = None
         self._ports: tuple[int, int] | None = None
+        self._wanted = False
 
     @property
     def endpoint(self) -> str:
@@ -75,6 +76,7 @@ class EtcdProcess:
 
         Raises: EtcdMissing; EtcdFailed.
         """
+        self._wanted = True
         program = find_etcd()
         self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         keep = self._ports is not None
@@ -97,6 +99,16 @@ class EtcdProcess:
     async def kill(self) -> None:
         """Ends it by SIGKILL."""
         await self._end(signal.SIGKILL, 10.0)
+
+    async def wait_crashed(self) -> int:
+        """Waits until it has ended although nobody ended it; returns its status."""
+        while True:
+            process = self._process
+            if process is not None:
+                status = await process.wait()
+                if self._wanted and process is self._process:
+                    return status
+            await asyncio.sleep(_POLL_S)
 
     def pause(self) -> None:
         """Freezes it: its port stays open and nothing answers."""
@@ -161,6 +173,7 @@ class EtcdProcess:
         return False
 
     async def _end(self, number: signal.Signals, timeout_s: float) -> None:
+        self._wanted = False
         process = self._process
         if process is None or process.returncode is not None:
             return

@@ -26,10 +26,12 @@ from deploy.local.plan import ProcessSpec, StackConfig, plan
 from deploy.local.process import StartFailed, Supervised
 from services.common.rpc_client import Channels
 from services.common.shm_ring import reclaim_orphans
+from services.common.trace_cli import read_spans, select
 
 STATE_FILE: Final = "state.json"
 FRONT_TIMEOUT_S: Final = 60.0
 _FRONT_POLL_S: Final = 0.1
+_ETCD_RESTART_S: Final = 0.5
 
 
 class StackRunning(Exception):
@@ -50,6 +52,7 @@ class Stack:
         self._etcd = EtcdProcess(folder / "etcd")
         self._processes: dict[str, Supervised] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._etcd_task: asyncio.Task[None] | None = None
         self._lock: IO[str] | None = None
         self._started_s = time.time()
 
@@ -97,6 +100,21 @@ class Stack:
         """Returns the first key."""
         return self.api_key_file.read_text(encoding="utf-8").strip()
 
+    async def census(self) -> dict[str, dict[str, dict[str, int]]]:
+        """Returns the resource census of every process that answers, by name."""
+        ready = [process for process in self if process.admin]
+        pages = await asyncio.gather(*(http_get(item.admin, "/census") for item in ready))
+        return {
+            process.name: json.loads(body)
+            for process, (status, body) in zip(ready, pages, strict=True)
+            if status == 200
+        }
+
+    def spans(self, wanted: str) -> list[dict[str, Any]]:
+        """Returns the exported spans of a request id or trace id, oldest first. Exporters write
+        twice a second; ask again until what must be there is."""
+        return select(read_spans(self.folder / "traces"), wanted)
+
     # ---- life ---------------------------------------------------------------------------------
 
     @contextlib.asynccontextmanager
@@ -118,6 +136,9 @@ class Stack:
         if not self.config.etcd:
             self._on_progress("etcd")
             await self._etcd.start()
+            self._etcd_task = asyncio.get_running_loop().create_task(
+                self._supervise_etcd(), name="etcd"
+            )
         specs = plan(self.config)
         for tier in sorted({spec.tier for spec in specs}):
             names = [spec for spec in specs if spec.tier == tier]
@@ -162,6 +183,9 @@ class Stack:
             grace_s = self.config.drain_notice_s + self.config.drain_grace_s
             await asyncio.gather(*(process.stop(grace_s) for process in ending))
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        if self._etcd_task is not None:
+            self._etcd_task.cancel()
+            await asyncio.gather(self._etcd_task, return_exceptions=True)
         await self._etcd.stop()
         await self.channels.close()
         reclaim_orphans()
@@ -169,6 +193,15 @@ class Stack:
             (self.folder / STATE_FILE).unlink(missing_ok=True)
             self._lock.close()
             self._lock = None
+
+    async def _supervise_etcd(self) -> None:
+        """Starts etcd again, on its ports and data, when it ends by itself."""
+        while True:
+            status = await self._etcd.wait_crashed()
+            self._on_progress(f"etcd ended with status {status}")
+            await asyncio.sleep(_ETCD_RESTART_S)
+            await self._etcd.start()
+            self._write_state()
 
     async def _wait_front(self) -> None:
         """Waits until every entrypoint knows an engine to serve its requests. StartFailed."""

@@ -66,9 +66,11 @@ class Etcd3Store:
         self._etcd3 = load_package()
         host, _, port = endpoint.rpartition(":")
         self._client = self._etcd3.client(host=host, port=int(port), timeout=timeout_s)
-        # The package's watch thread ends by an exception when its channel closes; see _WatchStub.
-        self._watch_stub = _WatchStub(self._client.watcher._watch_stub)
-        self._client.watcher._watch_stub = self._watch_stub
+        # The package's watch thread has no end of its own: it would die of the closed channel.
+        watcher = self._client.watcher
+        self._watch_stub = _WatchStub(watcher._watch_stub)
+        watcher._watch_stub = self._watch_stub
+        watcher._run = functools.partial(_run_until_closed, watcher._run)
         self._threads = ThreadPoolExecutor(_MAX_THREADS, thread_name_prefix="etcd3")
 
     async def get(self, key: str) -> KeyValue | None:
@@ -235,8 +237,12 @@ class Etcd3Store:
         return Change(kv.key.decode(errors="replace"), item, kv.mod_revision)
 
 
+class _StoreClosed(Exception):
+    """Ends the package's watch thread."""
+
+
 class _WatchStub:
-    """The package's watch stub, which lets its thread end quietly once the store is closed."""
+    """The package's watch stub, until the store is closed."""
 
     def __init__(self, stub: Any) -> None:
         self._stub = stub
@@ -244,8 +250,15 @@ class _WatchStub:
 
     def Watch(self, *args: Any, **kwargs: Any) -> Any:
         if self.is_closed:
-            raise SystemExit  # in a thread: ends it without a traceback
+            raise _StoreClosed
         return self._stub.Watch(*args, **kwargs)
+
+
+def _run_until_closed(run: Callable[[], None]) -> None:
+    try:
+        run()
+    except _StoreClosed:
+        pass
 
 
 def _item(kv: Any) -> KeyValue:

@@ -20,6 +20,7 @@ from deploy.local.stack import Stack, StackRunning, read_state
 from services.common.cli import SERVICES
 from services.common.config import ConfigError, from_mapping
 from services.common.layout import Keys
+from services.common.store import StoreUnavailable
 from services.common.store_etcd import EtcdStore
 
 KEPT = {"store", "decode-lb"}
@@ -90,6 +91,27 @@ async def test_a_killed_process_comes_back_under_a_new_instance_id(stack: Stack)
     state = read_state(stack.folder)
     assert state is not None
     assert state["processes"]["decode-lb"]["num_restarts"] == 1
+
+
+async def test_a_crashed_etcd_comes_back_and_nobody_is_restarted(stack: Stack) -> None:
+    pids = {process.name: process.pid for process in stack}
+    before = stack.etcd.pid
+    os.kill(before, signal.SIGKILL)
+    async with asyncio.timeout(90):
+        await until(lambda: stack.etcd.pid != before and stack.etcd.is_running)
+        store = EtcdStore(stack.etcd_endpoint)
+        while True:
+            try:
+                members = (await store.list(Keys("local").members)).items
+                break
+            except StoreUnavailable:
+                await asyncio.sleep(0.05)
+        await store.close()
+    assert len(members) == 2
+    assert {process.name: process.pid for process in stack} == pids
+    census = await stack.census()
+    assert set(census) == {"store", "decode-lb"}
+    assert census["store"]["process"]["descriptors"] > 0
 
 
 async def test_a_process_that_was_stopped_stays_stopped(stack: Stack) -> None:
