@@ -1,0 +1,78 @@
+"""`pelagos chat` and `pelagos explain` against a running entrypoint."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+from services.entrypoint import chat, explain
+from services.entrypoint.command_line import Target, UsageError, find_target, parse_flags
+from services.entrypoint.tests.stack import running_stack, text_of
+
+
+async def test_a_conversation_is_streamed_and_remembered(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    async with running_stack(tmp_path) as stack:
+        out = io.StringIO()
+        talk = chat.Conversation(Target(stack.base_url, stack.key), "tiny", {"max_tokens": 4}, out)
+        assert await asyncio.to_thread(talk.say, "hello") == text_of(4)
+        assert await asyncio.to_thread(talk.say, "again") == text_of(4)
+        assert out.getvalue() == f"{text_of(4)}\n" * 2
+        key_file = str(tmp_path / "keys" / "api-key")
+        flags = ["--url", stack.base_url, "--key-file", key_file]
+        status = await asyncio.to_thread(chat.main, [*flags, "--max-tokens=3", "hi", "you"])
+        assert status == 0
+        assert capsys.readouterr().out == f"{text_of(3)}\n"
+        await stack.idle()
+        (request_id, *_) = stack.parts.ledger._kept
+        assert await asyncio.to_thread(explain.main, [*flags, request_id]) == 0
+        text = capsys.readouterr().out
+        assert "outcome   ok" in text
+        assert "never stored" in text
+        assert await asyncio.to_thread(explain.main, [*flags, "unknown"]) == 2
+        assert "404" in capsys.readouterr().err
+
+
+def test_the_target_comes_from_flags_or_from_the_local_stack(tmp_path: Path) -> None:
+    key_file = tmp_path / "key"
+    key_file.write_text("pk-1\n")
+    state = tmp_path / "state.json"
+    with pytest.raises(UsageError, match="--url"):
+        find_target({}, state)
+    state.write_text(
+        json.dumps(
+            {
+                "api_key_file": str(key_file),
+                "processes": {
+                    "recipe": {"service": "recipe", "labels": {}},
+                    "front": {"service": "entrypoint", "labels": {"http": "127.0.0.1:8000"}},
+                },
+            }
+        )
+    )
+    assert find_target({}, state) == Target("http://127.0.0.1:8000", "pk-1")
+    assert find_target({"url": "http://h:1"}, state).url == "http://h:1"
+
+
+def test_flags_are_checked() -> None:
+    assert parse_flags(["--url=u", "a", "--model", "m", "b"], ("url", "model")) == (
+        {"url": "u", "model": "m"},
+        ["a", "b"],
+    )
+    for args in (["--nope", "x"], ["--url"]):
+        with pytest.raises(UsageError):
+            parse_flags(args, ("url",))
+
+
+def test_an_error_in_the_stream_is_not_an_answer() -> None:
+    lines = [
+        b'data: {"choices":[{"delta":{"content":"a"}}]}',
+        b'data: {"error":{"message":"lost"}}',
+    ]
+    with pytest.raises(UsageError, match="lost"):
+        list(chat.deltas(lines))
