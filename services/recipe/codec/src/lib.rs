@@ -7,7 +7,9 @@ pub mod encode;
 pub mod images;
 pub mod json;
 pub mod max_tokens;
+mod node;
 pub mod render;
+pub mod request;
 pub mod stream;
 pub mod types;
 

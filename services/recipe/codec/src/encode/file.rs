@@ -44,8 +44,6 @@ pub struct AddedToken {
     /// Matched after the others, in the text they leave.
     #[serde(default)]
     pub normalized: bool,
-    #[serde(default)]
-    pub special: bool,
 }
 
 /// What the file says, with the byte-level alphabet already undone.

@@ -86,7 +86,7 @@ pub trait Vocabulary: Send + Sync {
 }
 
 /// Counts the ids of a growing text under the full vocabulary, special spellings as one.
-pub trait TokenCounter: Send {
+pub trait TokenCounter: Send + Sync {
     fn push(&mut self, text: &str);
 
     /// Returns the count of everything pushed. Costs the unsettled tail, not the whole text.
