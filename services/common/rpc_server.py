@@ -22,7 +22,7 @@ import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import grpc
@@ -36,6 +36,7 @@ from services.common.call import Call, from_metadata, set_current_call
 from services.common.clock import SYSTEM_CLOCK, Clock
 from services.common.config import ConfigError, weakens
 from services.common.errors import Failure, Reason
+from services.common.metrics import Metrics
 from services.common.rpc_errors import to_status
 from services.common.tls import TlsFiles, server_credentials
 
@@ -62,11 +63,16 @@ class RpcServer:
     """A grpc.aio server with everything a Pelagos service has in common."""
 
     def __init__(
-        self, listen: str, config: RpcServerConfig | None = None, *, clock: Clock = SYSTEM_CLOCK
+        self,
+        listen: str,
+        config: RpcServerConfig | None = None,
+        *,
+        metrics: Metrics | None = None,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._config = config or RpcServerConfig()
         self._listen = listen
-        self._gate = _Interceptor(self._config, clock)
+        self._gate = _Interceptor(self._config, _Instruments(metrics or Metrics("rpc")), clock)
         self._server = grpc.aio.server(interceptors=[self._gate], options=_options(self._config))
         self._health = HealthServicer()
         self._names: list[str] = []
@@ -181,11 +187,34 @@ class _NameRecorder:
         self._server.add_registered_method_handlers(service_name, handlers)
 
 
+class _Instruments:
+    """Counts every call by method and how it ended, and the time of unary ones."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._ended = metrics.counter(
+            "rpc_calls_total",
+            "Calls that ended, by reason ('ok' for success)",
+            ("method", "reason"),
+        )
+        self._seconds = metrics.histogram(
+            "rpc_unary_seconds", "Time a unary call took", ("method",)
+        )
+
+    def of(self, method: str) -> tuple[Any, Any]:
+        """Returns the success counter and the histogram of a method, looked up once."""
+        return self._ended.labels(method=method, reason="ok"), self._seconds.labels(method=method)
+
+    def failed(self, method: str, reason: str) -> None:
+        """Counts a call that did not succeed."""
+        self._ended.labels(method=method, reason=reason).inc()
+
+
 class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     """Call context, deadline, draining, spans and errors around every handler."""
 
-    def __init__(self, config: RpcServerConfig, clock: Clock) -> None:
+    def __init__(self, config: RpcServerConfig, instruments: _Instruments, clock: Clock) -> None:
         self._config = config
+        self._instruments = instruments
         self._clock = clock
         self._wrapped: dict[str, Any] = {}
         self.draining = False
@@ -234,36 +263,46 @@ class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         )
 
     def _unary(self, method: str, inner: Any, bounded: bool) -> Any:
+        succeeded, seconds = self._instruments.of(method)
+
         async def handle(request: Any, context: grpc.aio.ServicerContext) -> Any:
             self.num_calls += 1
             self.num_unary_calls += 1
+            started_s = self._clock.now_s()
             try:
-                call = self._enter(method, context)
-                async with asyncio.timeout(self._default_timeout_s(call, bounded)) as timeout:
-                    try:
-                        if not call.traceparent:
-                            return await inner(request, context)
-                        with tracing.span(
-                            method[1:], traceparent=call.traceparent, kind="server"
-                        ) as span:
-                            # Onward calls continue from this span, streams by the header.
-                            own = tracing.traceparent_of(span) or call.traceparent
-                            set_current_call(_with_parent(call, own))
-                            return await inner(request, context)
-                    except TimeoutError as error:
-                        # Only our own deadline reads as DEADLINE; a handler's is its own bug.
-                        if not timeout.expired():
-                            raise RuntimeError("a wait inside the handler timed out") from error
-                        raise
+                response = await answer(request, context)
+                succeeded.inc()
+                return response
             except BaseException as error:
                 await self._fail(method, error, context)
             finally:
+                seconds.observe(self._clock.now_s() - started_s)
                 self.num_calls -= 1
                 self.num_unary_calls -= 1
+
+        async def answer(request: Any, context: grpc.aio.ServicerContext) -> Any:
+            call = self._enter(method, context)
+            async with asyncio.timeout(self._default_timeout_s(call, bounded)):
+                try:
+                    if not call.traceparent:
+                        return await inner(request, context)
+                    with tracing.span(
+                        method[1:], traceparent=call.traceparent, kind="server"
+                    ) as span:
+                        # Onward calls continue from this span, streams by the header.
+                        own = tracing.traceparent_of(span) or call.traceparent
+                        set_current_call(replace(call, traceparent=own))
+                        return await inner(request, context)
+                except TimeoutError as error:
+                    # The default deadline shows outside of this block; a wait that the handler
+                    # itself bounded is its own to handle, and a bug when it does not.
+                    raise RuntimeError("a wait inside the handler timed out") from error
 
         return handle
 
     def _stream(self, method: str, inner: Any) -> Any:
+        succeeded, _ = self._instruments.of(method)
+
         async def handle(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
             self.num_calls += 1
             try:
@@ -277,6 +316,7 @@ class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
                             yield response
                 else:
                     await responses  # a handler that writes by context.write
+                succeeded.inc()
             except GeneratorExit:
                 raise
             except BaseException as error:
@@ -307,6 +347,7 @@ class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
     ) -> None:
         """Ends the call with the status that fits; never returns."""
         if isinstance(error, grpc.aio.AbortError | asyncio.CancelledError | grpc.aio.UsageError):
+            self._instruments.failed(method, "CLIENT_CANCELLED")
             raise error
         if isinstance(error, Failure) and error.reason is not Reason.INTERNAL:
             failure = error
@@ -318,11 +359,8 @@ class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             failure = Failure(Reason.INTERNAL, metadata={"trace_id": trace_id} if trace_id else {})
         else:
             raise error
+        self._instruments.failed(method, failure.reason.value)
         await context.abort_with_status(to_status(failure))
-
-
-def _with_parent(call: Call, traceparent: str) -> Call:
-    return Call(call.request_id, call.tenant, traceparent, call.deadline_s)
 
 
 def _facts(method: str, trace_id: str) -> dict[str, str]:

@@ -126,7 +126,7 @@ class Runtime(Generic[ConfigT]):
         self.store: StorePort = store or _open_store(settings, clock)
         self.view = ClusterView(self.store, self.keys, clock=clock)
         self.channels = Channels(settings.rpc.tls, settings.rpc.max_message_bytes)
-        self.server = RpcServer(config.listen, settings.rpc, clock=clock)
+        self.server = RpcServer(config.listen, settings.rpc, metrics=self.metrics, clock=clock)
         self.drain = Drain(settings.drain, clock)
         self.admin = AdminServer(
             settings.admin_listen,
@@ -138,6 +138,7 @@ class Runtime(Generic[ConfigT]):
             token=settings.admin_token,
         )
         self.is_ready = False
+        self._measure()
         self.address = ""
         self.admin_address = ""
         self._registration: Registration | None = None
@@ -283,6 +284,19 @@ class Runtime(Generic[ConfigT]):
         if self._owns_store:
             await self.store.close()
         await self.admin.close()
+
+    def _measure(self) -> None:
+        """Registers the metrics that every service has."""
+        metrics = self.metrics
+        metrics.gauge("ready", "1 while it serves").set_function(lambda: float(self.is_ready))
+        metrics.gauge(
+            "cluster_view_age_seconds", "Time since the view of the cluster was known to be current"
+        ).set_function(lambda: self.view.age_s)
+        settings = metrics.gauge(
+            "weakened_settings", "Settings that weaken a safe default", ("setting",)
+        )
+        for warning in weakened(self.config):
+            settings.labels(setting=warning.partition(":")[0]).set(1)
 
     async def _mark_draining(self) -> None:
         await self.set_ready(False)

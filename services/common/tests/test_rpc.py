@@ -20,6 +20,7 @@ from services.common import tracing
 from services.common.call import Call, calling, current_call, from_metadata, to_metadata
 from services.common.config import ConfigError
 from services.common.errors import Failure, Reason, Scope
+from services.common.metrics import Metrics
 from services.common.rpc_client import (
     Channels,
     RetryPolicy,
@@ -175,6 +176,32 @@ async def test_a_failure_arrives_as_it_was_raised_from_every_kind_of_method(worl
         assert failure.retry_after_s == 0.25
         assert failure.scope is Scope.RANK
     assert world.server.num_calls == 0
+
+
+async def test_every_call_is_counted_once_by_how_it_ended() -> None:
+    metrics = Metrics("x")
+    server = RpcServer("127.0.0.1:0", metrics=metrics)
+    server.add(register, Echo())
+    address = server.bind()
+    await server.start()
+    channels = Channels()
+    stub = Stub(channels.get(address))
+    await call(stub.Unary, b"x")
+    await failure_of(call(stub.Unary, b"fail"))
+    await failure_of(call(stub.Unary, b"bug"))
+    async with stream_call(stub.Both, timeout_s=20) as stream:
+        await stream.write(b"x")
+        await stream.done_writing()
+        assert await read_all(stream) == [b"x"]
+    await channels.close()
+    await server.stop(1)
+    text = metrics.render().decode()
+    for method, reason in (
+        *(("Unary", "ok"), ("Unary", "ENGINE_FULL"), ("Unary", "INTERNAL"), ("Both", "ok")),
+    ):
+        name = f'{{method="/{SERVICE}/{method}",reason="{reason}"}}'
+        assert f"pelagos_x_rpc_calls_total{name} 1.0" in text
+    assert f'pelagos_x_rpc_unary_seconds_count{{method="/{SERVICE}/Unary"}} 3.0' in text
 
 
 async def test_s_09_an_unforeseen_failure_tells_the_caller_nothing_but_a_trace_id(

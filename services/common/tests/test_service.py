@@ -123,6 +123,8 @@ async def test_the_admin_plane_answers_and_hides_secrets() -> None:
         for path, expected in (
             ("/census", '"rpc_server"'),
             ("/metrics", "pelagos_echo_calls_total 1.0"),
+            ("/metrics", "pelagos_echo_ready 1.0"),
+            ("/metrics", "pelagos_echo_cluster_view_age_seconds 0.0"),
             ("/config", '"max_chars": 10'),
             ("/healthz", '"event_loop"'),
             ("/readyz", '"ready": true'),
