@@ -9,8 +9,8 @@ Source: reliability-and-security.md, section 3 and S-06.
 
 from __future__ import annotations
 
-import re._constants as sre
-import re._parser as sre_parser
+import re._constants as sre  # type: ignore[import-not-found]
+import re._parser as sre_parser  # type: ignore[import-not-found]
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -140,7 +140,7 @@ def count_states(pattern: str, budget: Budget, *, is_search: bool) -> int:
     return budget.num_states - before
 
 
-re_error: Final = sre_parser.error  # type: ignore[attr-defined]
+re_error: Final = sre_parser.error
 
 
 def _build(tree: Iterable[Any], positions: _Positions) -> _Part:
