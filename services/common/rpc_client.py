@@ -28,14 +28,17 @@ import grpc.aio
 
 from services.common import tracing
 from services.common.call import TRACEPARENT_KEY, current_call, to_metadata
+from services.common.clock import SYSTEM_CLOCK
+from services.common.config import ConfigError
 from services.common.errors import Failure, Reason, Retry
 from services.common.rpc_errors import from_rpc_error
 from services.common.rpc_server import MAX_MESSAGE_BYTES
-from services.common.tls import TlsFiles, channel_credentials
+from services.common.tls import TlsFiles, channel_credentials, stamp
 
 DEFAULT_TIMEOUT_S: Final = 30.0
 # What the way back costs: the answer of a call made for another must leave time for its own.
 DEFAULT_MARGIN_S: Final = 0.05
+_LOOK_EVERY_S: Final = 1.0
 
 RequestT = TypeVar("RequestT")
 ResponseT = TypeVar("ResponseT")
@@ -64,9 +67,23 @@ class Channels:
         self._tls = tls or TlsFiles()
         self._options = channel_options(max_message_bytes)
         self._channels: dict[str, grpc.aio.Channel] = {}
+        # Channels on certificates that have been renewed: their streams go on until the next
+        # renewal, which is what "short-lived" leaves them.
+        self._renewed: dict[str, grpc.aio.Channel] = {}
+        self._certificates: tuple[int, ...] = ()
+        if self._tls.enabled:
+            channel_credentials(self._tls)  # files that cannot be read stop the start
+            self._certificates = stamp(self._tls)
+        self._looked_s = 0.0
+        self._closing: set[asyncio.Future[None]] = set()
 
     def get(self, address: str) -> grpc.aio.Channel:
-        """Returns the channel to `host:port` or `unix:path`; it connects when first used."""
+        """Returns the channel to `host:port` or `unix:path`; it connects when first used.
+
+        With TLS, renewed files are noticed here: ask for the channel again rather than keep it.
+        """
+        if self._tls.enabled:
+            self._follow_certificates()
         channel = self._channels.get(address)
         if channel is None:
             if self._tls.enabled:
@@ -80,9 +97,10 @@ class Channels:
 
     async def forget(self, address: str) -> None:
         """Closes the channel to an instance that has gone; its calls end CANCELLED."""
-        channel = self._channels.pop(address, None)
-        if channel is not None:
-            await channel.close()
+        for channels in (self._channels, self._renewed):
+            channel = channels.pop(address, None)
+            if channel is not None:
+                await channel.close()
 
     @property
     def num_channels(self) -> int:
@@ -91,8 +109,30 @@ class Channels:
 
     async def close(self) -> None:
         """Closes every channel."""
-        channels, self._channels = list(self._channels.values()), {}
-        await asyncio.gather(*(channel.close() for channel in channels))
+        channels = [*self._channels.values(), *self._renewed.values()]
+        self._channels, self._renewed = {}, {}
+        await asyncio.gather(*(channel.close() for channel in channels), *self._closing)
+
+    def _follow_certificates(self) -> None:
+        """Retires every channel when the files have changed; looks once a second at most."""
+        now_s = SYSTEM_CLOCK.now_s()
+        if now_s - self._looked_s < _LOOK_EVERY_S:
+            return
+        self._looked_s = now_s
+        try:
+            certificates = stamp(self._tls)
+            channel_credentials(self._tls)
+        except (OSError, ConfigError):
+            return  # half-written: keep what works
+        if certificates == self._certificates:
+            return
+        self._certificates = certificates
+        for address, old in self._renewed.items():
+            if address in self._channels:
+                task = asyncio.ensure_future(old.close())
+                self._closing.add(task)
+                task.add_done_callback(self._closing.discard)
+        self._renewed, self._channels = {**self._renewed, **self._channels}, {}
 
 
 async def call(

@@ -31,13 +31,13 @@ class TlsFiles:
 def server_credentials(files: TlsFiles) -> grpc.ServerCredentials:
     """Returns credentials that demand a client certificate and follow renewed files."""
     first = _certificates(files)
-    last = _stamp(files)
+    last = stamp(files)
 
     def fetch() -> object:
         # Called by gRPC on each handshake: new connections use renewed files, streams stay.
         nonlocal last
         try:
-            now = _stamp(files)
+            now = stamp(files)
             if now == last:
                 return None
             loaded = _certificates(files)
@@ -61,16 +61,20 @@ def _certificates(files: TlsFiles) -> object:
 
 
 def _read(files: TlsFiles) -> tuple[bytes, bytes, bytes]:
-    try:
-        return (
-            Path(files.private_key).read_bytes(),
-            Path(files.certificate).read_bytes(),
-            Path(files.authority).read_bytes(),
-        )
-    except OSError as error:
-        raise ConfigError(f"tls: cannot read {error.filename}: {error.strerror}") from None
+    """Returns key, chain and roots. Raises ConfigError for what is missing or half-written."""
+    found = []
+    for path in (files.private_key, files.certificate, files.authority):
+        try:
+            text = Path(path).read_bytes()
+        except OSError as error:
+            raise ConfigError(f"tls: cannot read {path}: {error.strerror}") from None
+        if b"-----END" not in text:
+            raise ConfigError(f"tls: {path} is not a whole PEM file")
+        found.append(text)
+    return found[0], found[1], found[2]
 
 
-def _stamp(files: TlsFiles) -> tuple[int, ...]:
+def stamp(files: TlsFiles) -> tuple[int, ...]:
+    """Returns what changes when any of the files is written. Raises OSError."""
     paths = (files.private_key, files.certificate, files.authority)
     return tuple(Path(path).stat().st_mtime_ns for path in paths)

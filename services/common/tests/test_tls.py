@@ -142,7 +142,39 @@ async def test_s_03_certificates_are_renewed_without_dropping_a_stream(
     await channels.close()
 
 
+async def test_s_03_a_client_takes_its_renewed_certificate_for_new_channels(
+    server: tuple[RpcServer, TlsFiles], authority: Authority, tmp_path: Path
+) -> None:
+    own = TlsFiles(*(str(tmp_path / f"client-{name}") for name in ("cert", "key", "ca")))
+    copy(authority.issue("prefill"), own)
+    channels = Channels(own)
+    address = server[0].address
+    first = channels.get(address)
+    stub = health_pb2_grpc.HealthStub(first)
+    async with stream_call(stub.Watch, CHECK, timeout_s=60) as stream:
+        assert await stream.read() is not None
+        for round_ in range(2):
+            copy(authority.issue(f"prefill-{round_}"), own)
+            async with asyncio.timeout(30):
+                while True:
+                    second = channels.get(address)
+                    if second is not first:
+                        break
+                    await asyncio.sleep(0.05)
+            assert await call(health_pb2_grpc.HealthStub(second).Check, CHECK, timeout_s=10)
+            if round_ == 0:
+                await server[0].set_serving(False)  # the old channel's stream still hears it
+                assert await asyncio.wait_for(stream.read(), 30) is not None
+            first = second
+    truncate(own.certificate)
+    assert await call(health_pb2_grpc.HealthStub(channels.get(address)).Check, CHECK, timeout_s=10)
+    await channels.close()
+    assert channels.num_channels == 0
+
+
 async def test_files_that_cannot_be_read_stop_the_start(tmp_path: Path) -> None:
     missing = TlsFiles(*(str(tmp_path / name) for name in ("a", "b", "c")))
     with pytest.raises(ConfigError, match="cannot read"):
         RpcServer("127.0.0.1:0", RpcServerConfig(tls=missing)).bind()
+    with pytest.raises(ConfigError, match="cannot read"):
+        Channels(missing)
