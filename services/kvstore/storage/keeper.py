@@ -15,7 +15,7 @@ from services.common.clock import Clock
 from services.common.election import Election
 from services.common.errors import Failure
 from services.common.layout import Keys
-from services.common.membership import ClusterView
+from services.common.membership import ClusterView, Member
 from services.common.store import Compare, Put, StorePort, StoreUnavailable, follow
 from services.kvstore.placement import Profile
 from services.kvstore.storage.pgmap import PgMap, build_map, from_values, replace_node, to_values
@@ -37,20 +37,25 @@ class MapView:
         self.pgmap: PgMap | None = None
         self.stored: dict[str, int] = {}  # mod revisions, for the keeper
 
+    def _nodes(self) -> dict[str, Member]:
+        """Returns the member of each node that is there. A node that was killed and is back has
+        two until the lease of its first life ends; the later start counts."""
+        found: dict[str, Member] = {}
+        for member in self._view.members(ROLE):
+            node = member.labels.get("node", "")
+            known = found.get(node)
+            if node and (known is None or _started(member) > _started(known)):
+                found[node] = member
+        return found
+
     def up(self) -> dict[str, str]:
         """Returns the addresses of the nodes that are there, by node id."""
-        return {
-            member.labels["node"]: member.address
-            for member in self._view.members(ROLE)
-            if "node" in member.labels
-        }
+        return {node: member.address for node, member in self._nodes().items()}
 
     def domains(self) -> dict[str, str]:
         """Returns the failure domain of each node that is there."""
         return {
-            member.labels["node"]: member.labels.get("domain", "") or member.labels["node"]
-            for member in self._view.members(ROLE)
-            if "node" in member.labels
+            node: member.labels.get("domain", "") or node for node, member in self._nodes().items()
         }
 
     def address_of(self, node: str) -> str | None:
@@ -74,6 +79,13 @@ class MapView:
                 changed, self._changed = self._changed, asyncio.Event()
                 changed.set()
                 on_change()
+
+
+def _started(member: Member) -> float:
+    try:
+        return float(member.labels.get("started", "0"))
+    except ValueError:
+        return 0.0
 
 
 class MapKeeper:

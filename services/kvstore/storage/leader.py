@@ -81,7 +81,7 @@ class Leader:
         self.led: frozenset[int] = frozenset()  # groups that are ready to serve
         # Groups that records may be of; at the start the log may hold any.
         self._held: frozenset[int] = frozenset(range(1 << 16))
-        self._known_up: frozenset[str] = frozenset()
+        self._known_up: dict[str, str] = {}
         self._known_epoch = 0
         self._changed = asyncio.Event()
         self._repairs: dict[bytes, None] = {}
@@ -112,18 +112,19 @@ class Leader:
             pgmap = self._view.pgmap
             if pgmap is None:
                 continue
-            up = frozenset(self._view.up())
+            up = self._view.up()
             if self._node not in up:
                 self.led = frozenset()  # our lease is gone: others may lead; the records are kept
                 continue
             wanted = pgmap.led_by(self._node, up)
             self._give_up(self._held - wanted, pgmap)
             taken = wanted - self.led
-            is_news = taken or pgmap.epoch != self._known_epoch
+            is_news = bool(taken) or pgmap.epoch != self._known_epoch
+            # A node at another address has been away, however short.
+            back = {node for node, where in up.items() if self._known_up.get(node) != where}
             self.led = self.led & wanted
-            asked = up if is_news else up - self._known_up
-            knows_all = await self._audit(pgmap, asked, wanted)
-            if not knows_all and asked != up:
+            knows_all = await self._audit(pgmap, up if is_news else back, wanted)
+            if not knows_all and not is_news:
                 # A member has shards of a block that no record names: do the others make it whole?
                 await self._audit(pgmap, up, wanted)
             self.led = self._held = wanted

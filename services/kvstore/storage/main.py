@@ -103,7 +103,8 @@ async def build(runtime: Runtime[StorageNodeConfig]) -> None:
         runtime.spawn(run_passes(passes, worker, runtime.clock), "gc")
     if config.scrub_bytes_per_s > 0:
         runtime.spawn(scrub(backend, leader, config, runtime.clock), "scrub")
-    runtime.announce(labels={"node": node, "domain": config.domain})
+    started = f"{runtime.clock.wall_s():.6f}"
+    runtime.announce(labels={"node": node, "domain": config.domain, "started": started})
     runtime.census.register("kv.meta", "entries", lambda: len(meta.table))
     runtime.census.register("kv.meta", "leases", lambda: meta.num_pins)
     runtime.census.register("kv.repair", "queued", lambda: leader.num_repairs)

@@ -103,7 +103,7 @@ async def test_ur_44_one_or_two_bad_shards_are_read_around_named_and_repaired(tm
         damaged = {(key[:16], shard) for key, shards in hurt.items() for shard in shards}
         assert found == damaged
         for runtime in c.runtimes.values():
-            leader_of(runtime)._known_up = frozenset()
+            leader_of(runtime)._known_up = {}
             leader_of(runtime).poke()
         await until(lambda: sum(leader_of(r).counts.repaired for r in c.runtimes.values()) > 0)
         await c.repaired()

@@ -1,0 +1,56 @@
+"""Reads the segment files of a store that is not running: what is there, and whether it is sound.
+
+Nothing is locked or changed. Slots begin at pages, so every page that begins like a shard is looked
+at; a shard that was deleted may still lie in its slot and is listed with the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from services.kvstore.checksums import crc32c, xxh3_128
+from services.kvstore.formats import ObjectHeader, ShardHeader
+from services.kvstore.placement import OBJECT_HEADER_BYTES, PAGE_BYTES, SHARD_HEADER_BYTES
+
+
+@dataclass(frozen=True)
+class Found:
+    """One shard in a file. `fault` is empty when everything agrees."""
+
+    file: str
+    offset: int
+    header: ShardHeader
+    fault: str
+
+
+def shards_in(folder: Path, verify: bool) -> Iterator[Found]:
+    """Yields the shards of all segment files below a folder."""
+    for path in sorted(folder.rglob("seg-[0-9]*")):
+        with path.open("rb") as file:
+            size = path.stat().st_size
+            for offset in range(0, size - SHARD_HEADER_BYTES + 1, PAGE_BYTES):
+                file.seek(offset)
+                header = ShardHeader.parse(file.read(SHARD_HEADER_BYTES))
+                if header is None:
+                    continue
+                fault = _fault_of(header, file.read(header.shard_bytes)) if verify else ""
+                yield Found(str(path.relative_to(folder)), offset, header, fault)
+
+
+def _fault_of(header: ShardHeader, data: bytes) -> str:
+    if len(data) != header.shard_bytes:
+        return "cut short"
+    if crc32c(data) != header.data_crc:
+        return "checksum"
+    if header.k == 1:
+        found = ObjectHeader.parse(data[:OBJECT_HEADER_BYTES])
+        payload = data[OBJECT_HEADER_BYTES : header.object_bytes]
+        if found is None:
+            return "object header"
+        if found.key[:16] != header.key16:
+            return "key"
+        if found.payload_bytes != len(payload) or found.payload_digest != xxh3_128(payload):
+            return "payload"
+    return ""
