@@ -30,7 +30,7 @@ _FORBIDDEN_FIELDS: Final = frozenset(
     | {"token_ids", "prompt_tokens", "output_tokens", "api_key", "key", "keys", "authorization"}
     | {"password", "secret", "credential", "url"}
 )
-_QUOTABLE: Final = (OSError, RuntimeError, ImportError, AttributeError, Failure)
+_QUOTABLE: Final = (OSError, RuntimeError, ImportError, AttributeError, TypeError, Failure)
 _SECRET_TEXT: Final = re.compile(
     r"(?i)(bearer\s+|x-api-key[:=]\s*|authorization[:=]\s*)\S+|\bsk-[A-Za-z0-9_-]{8,}"
 )
