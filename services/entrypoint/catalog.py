@@ -15,6 +15,7 @@ from hashlib import sha256
 
 from pelagos.engine.v1 import engine_control_pb2 as control
 from pelagos.engine.v1 import engine_control_pb2_grpc
+from pelagos.recipe.v1 import recipe_pb2 as recipe
 
 from services.common.errors import Failure, Reason
 from services.common.membership import ClusterView
@@ -43,6 +44,10 @@ class Profile:
     def cache_model_id(self) -> str:
         """Returns the model id of cache keys: weights are part of it."""
         return f"{self.model_id}@{self.weights_id}" if self.weights_id else self.model_id
+
+    def speaks(self, tokenizer_id: str) -> bool:
+        """Returns whether ids of that tokenizer mean here what they mean there."""
+        return not tokenizer_id or not self.tokenizer_id or tokenizer_id == self.tokenizer_id
 
     @property
     def layout_digest(self) -> bytes:
@@ -101,9 +106,13 @@ class Catalog:
         """Returns the profiles by engine model id."""
         return {profile.model_id: profile for profile in self._profiles.values()}
 
-    def names(self, codec_names: Sequence[str]) -> list[str]:
-        """Returns the names clients may ask for now, sorted."""
-        return sorted(name for name in codec_names if self._find(name) is not None)
+    def names(self, known: Sequence[recipe.Model]) -> list[str]:
+        """Returns the names clients may ask for now, of those the codec knows, sorted."""
+        return sorted(
+            model.name
+            for model in known
+            if (profile := self._find(model.name)) and profile.speaks(model.tokenizer_id)
+        )
 
     def profile(self, name: str, *, is_exact: bool = False) -> Profile:
         """Returns what serves a model name. Raises Failure(NO_INSTANCE, NOT_FOUND).

@@ -6,9 +6,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from services.common.config import require, weakens
-from services.common.rpc_server import is_loopback
+from services.common.rpc_server import RpcServerConfig, is_loopback
 from services.common.service import RuntimeConfig
-from services.entrypoint.limits import Limits
+from services.entrypoint.limits import MIB, Limits
+
+
+def _runtime() -> RuntimeConfig:
+    # A body goes to the codec in one message, and the largest is 96 MiB.
+    return RuntimeConfig(rpc=RpcServerConfig(max_message_bytes=128 * MIB))
 
 
 @dataclass(frozen=True)
@@ -20,7 +25,7 @@ class EntrypointConfig:
     http_off_loopback_is_insecure: bool = weakens(
         False, "HTTP is served without TLS to other machines"
     )
-    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    runtime: RuntimeConfig = field(default_factory=_runtime)
     limits: Limits = field(default_factory=Limits)
 
     # Keys (S-01). The folder gets pepper, keys.json and, on the first start, api-key.
@@ -51,6 +56,7 @@ class EntrypointConfig:
 
     # Images.
     preprocessor_revision: str = "pelagos-vision-1"
+    max_inline_media_bytes: int = 12 * MIB  # of one request; they travel with it to the engine
     fetch_image_urls: bool = weakens(False, "the server fetches image addresses given by callers")
     fetch_http_urls: bool = weakens(False, "image addresses may be fetched without TLS")
     fetch_domains: tuple[str, ...] = ()  # empty: any public host

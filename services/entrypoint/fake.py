@@ -6,7 +6,7 @@ known; everything else about a request is checked as the real server does.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 
 from pelagos.engine.v1 import records_pb2 as records
@@ -66,7 +66,9 @@ class FakeEntrypoint:
             ended_by="absent",
         )
 
-    async def _events(self, request: pb.GenerateRequest) -> AsyncIterator[pb.GenerateResponse]:
+    async def _events(
+        self, request: pb.GenerateRequest
+    ) -> AsyncGenerator[pb.GenerateResponse, None]:
         tenant = self._tenant()
         if request.model != MODEL:
             raise Failure(Reason.NOT_FOUND, f"the model {request.model} is not served here")

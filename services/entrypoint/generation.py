@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from pelagos.engine.v1 import records_pb2 as records
 from pelagos.kvstore.v1 import check_pb2
@@ -141,7 +141,7 @@ class Generation:
         """Returns how many tokens were delivered."""
         return self.stream.next_index
 
-    async def run(self) -> records.FinishReason:
+    async def run(self) -> records.FinishReason.ValueType:
         """Returns why the output ended, or raises Failure."""
         while True:
             try:
@@ -203,7 +203,7 @@ class Generation:
 
     # ---- one attempt ---------------------------------------------------------------------------
 
-    async def _attempt(self) -> records.FinishReason:
+    async def _attempt(self) -> records.FinishReason.ValueType:
         """Places the request and follows it to its end; raises Failure when that fails."""
         job, stream = self._job, self.stream
         if stream.next_index >= job.sampling.max_tokens:
@@ -346,7 +346,7 @@ def _session_id(job: Job) -> str:
     ]
 
 
-async def settle(task: asyncio.Task[object]) -> None:
+async def settle(task: asyncio.Future[Any]) -> None:
     """Cancels a task and waits until it has let go of everything."""
     task.cancel()
     with suppress(asyncio.CancelledError, Failure):

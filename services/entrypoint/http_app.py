@@ -250,7 +250,7 @@ class _Models:
         try:
             front.identify(scope, SCOPE_INFERENCE)
             known = await front.parts.models.all()
-            names = front.parts.catalog.names([model.name for model in known])
+            names = front.parts.catalog.names(known)
             wanted = scope.get("path_params", {}).get("model")
             documents = [_model_document(name, api) for name in names]
             if wanted is None:

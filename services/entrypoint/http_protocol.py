@@ -113,7 +113,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_message_begin()
         self._in_headers = True
         self._num_header_bytes = 0
-        self.scope["extensions"] = {ABORT_EXTENSION: {"abort": self._abort, "bytes": self._queued}}  # type: ignore[typeddict-item]
+        self.scope["extensions"] = {ABORT_EXTENSION: {"abort": self._abort, "bytes": self._queued}}
 
     def on_url(self, url: bytes) -> None:
         """Checks the length of the request line."""

@@ -18,14 +18,26 @@ from services.kvstore.client import media_digest
 
 
 def media_spans(
-    images: Iterable[recipe.Image], preprocessor_revision: str
+    images: Iterable[recipe.Image], preprocessor_revision: str, max_bytes: int
 ) -> list[records.MediaSpan]:
-    """Returns the spans of a prompt's images. Raises Failure(IMAGE_INVALID) without data."""
+    """Returns the spans of a prompt's images.
+
+    Raises: Failure(IMAGE_INVALID) for one without data, Failure(NOT_FITTING) when together they
+    are more than may travel with a request.
+    """
     spans = []
+    num_bytes = 0
     for image in images:
         if not image.data or not image.num_tokens:
             raise Failure(
                 Reason.IMAGE_INVALID, f"{image.path or 'an image'}: the image has no data"
+            )
+        num_bytes += len(image.data)
+        if num_bytes > max_bytes:
+            raise Failure(
+                Reason.NOT_FITTING,
+                f"the images of the request take more than {max_bytes} bytes",
+                {"max_bytes": str(max_bytes)},
             )
         spans.append(
             records.MediaSpan(

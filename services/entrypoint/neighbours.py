@@ -106,11 +106,13 @@ class RecipeService:
 
     async def encode(self, request: recipe.EncodeRequest) -> recipe.EncodeResponse:
         """Converts, renders and encodes."""
-        return await self._call("Encode", request)
+        response: recipe.EncodeResponse = await self._call("Encode", request)
+        return response
 
     async def count_tokens(self, request: recipe.CountTokensRequest) -> recipe.CountTokensResponse:
         """Counts."""
-        return await self._call("CountTokens", request)
+        response: recipe.CountTokensResponse = await self._call("CountTokens", request)
+        return response
 
     async def list_models(self) -> Sequence[recipe.Model]:
         """Lists what the codec knows."""
@@ -180,7 +182,10 @@ class CheckService:
         """Returns what is cached, None for a miss because CHECK is away or slow."""
         try:
             stub = check_pb2_grpc.CheckServiceStub(self._channels.get(self._peers.address("check")))
-            return await call(stub.Match, request, timeout_s=CHECK_TIMEOUT_S)
+            response: check_pb2.MatchResponse = await call(
+                stub.Match, request, timeout_s=CHECK_TIMEOUT_S
+            )
+            return response
         except Failure as failure:
             if failure.reason is Reason.INVALID_REQUEST:
                 raise

@@ -303,6 +303,13 @@ class ApiRun:
         admitted.entry.reached("encoded", parts.engines.clock.now_s())
         if profile is None:
             raise missing  # valid, but nobody serves it
+        if not profile.speaks(encoded.tokenizer_id):
+            # One model answers to every name, but only in the vocabulary it was trained with.
+            raise Failure(
+                Reason.NOT_FOUND,
+                f"the model {encoded.model} is not served here",
+                {"model": encoded.model},
+            )
         if any(image.url for image in encoded.images):
             encoded = await self._with_fetched_images(body, encoded, profile)
         return encoded, profile
@@ -386,7 +393,11 @@ class ApiRun:
             deadline_unix_ms=int(1000 * (clock.wall_s() + remaining_s)),
             traceparent=traceparent,
             cache_salt=admitted.cache_salt,
-            media=media_spans(encoded.images, self._parts.config.preprocessor_revision),
+            media=media_spans(
+                encoded.images,
+                self._parts.config.preprocessor_revision,
+                self._parts.config.max_inline_media_bytes,
+            ),
             ttl_class=records.TTL_CLASS_AGENT if encoded.has_tools else records.TTL_CLASS_CHAT,
         )
 

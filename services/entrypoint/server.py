@@ -145,7 +145,7 @@ class _TokenRun:
         self._wake = asyncio.Event()
         self._drained = asyncio.Event()
         self._generation: Generation | None = None
-        self._working: asyncio.Future[records.FinishReason] | None = None
+        self._working: asyncio.Future[records.FinishReason.ValueType] | None = None
         self._compiling: asyncio.Future[records.GrammarRef] | None = None
         self.outcome = Outcome.OK
 
@@ -235,7 +235,7 @@ class _TokenRun:
 
     def _end(
         self,
-        working: asyncio.Future[records.FinishReason],
+        working: asyncio.Future[records.FinishReason.ValueType],
         generation: Generation,
         *,
         started: bool,

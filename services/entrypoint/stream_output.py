@@ -145,7 +145,7 @@ class StreamOutput:
 
     # ---- the request's task --------------------------------------------------------------------
 
-    async def pump(self, working: asyncio.Future[records.FinishReason]) -> None:
+    async def pump(self, working: asyncio.Future[records.FinishReason.ValueType]) -> None:
         """Sends events until the output is complete; raises the Failure that ended it."""
         working.add_done_callback(lambda _: self._wake.set())
         finished = False
@@ -215,7 +215,7 @@ class StreamOutput:
             entry = self._admitted.entry
             self._parsed.ready(entry.prompt_tokens, entry.hit_tokens)
 
-    def _finish(self, reason: records.FinishReason) -> None:
+    def _finish(self, reason: records.FinishReason.ValueType) -> None:
         finish = _FINISHES.get(reason, recipe.PARSE_FINISH_STOP)
         if self._buffer.has_held:
             self._pending_finish = finish

@@ -53,7 +53,7 @@ class Follow:
 class Ended:
     """The engine has finished the request."""
 
-    reason: records.FinishReason
+    reason: records.FinishReason.ValueType
 
 
 @dataclass(frozen=True)

@@ -30,11 +30,11 @@ from pelagos.so_compiler.v1 import so_compiler_pb2, so_compiler_pb2_grpc
 from services.common.drain import DrainTimes
 from services.common.errors import Failure, Reason
 from services.common.rpc_errors import to_proto
-from services.common.rpc_server import RpcServer
+from services.common.rpc_server import RpcServer, RpcServerConfig
 from services.common.service import Runtime, RuntimeConfig, running
 from services.common.store_memory import MemoryStore
 from services.entrypoint.config import EntrypointConfig
-from services.entrypoint.limits import Limits
+from services.entrypoint.limits import MIB, Limits
 from services.entrypoint.main import build
 
 MODEL = "tiny"
@@ -489,7 +489,7 @@ async def running_stack(
 ) -> AsyncIterator[Stack]:
     """Runs everything for as long as the block."""
     codec, check, compiler, lb = FakeCodec(), FakeCheck(), FakeCompiler(), FakePrefillLb()
-    services = RpcServer("127.0.0.1:0")
+    services = RpcServer("127.0.0.1:0", RpcServerConfig(max_message_bytes=128 * MIB))
     services.add(recipe_pb2_grpc.add_RecipeServiceServicer_to_server, codec)
     services.add(check_pb2_grpc.add_CheckServiceServicer_to_server, check)
     services.add(so_compiler_pb2_grpc.add_SoCompilerServiceServicer_to_server, compiler)
@@ -518,7 +518,10 @@ async def running_stack(
         "engine_addresses": tuple(engine.address for engine in prefill),
         "leader_wait_s": 0.5,
         "limits": limits or Limits(),
-        "runtime": RuntimeConfig(drain=DrainTimes(notice_s=0.0, grace_s=10.0, handover_s=1.0)),
+        "runtime": RuntimeConfig(
+            drain=DrainTimes(notice_s=0.0, grace_s=10.0, handover_s=1.0),
+            rpc=RpcServerConfig(max_message_bytes=128 * MIB),
+        ),
     }
     settings.update(config)
     captured: dict[str, Any] = {}
