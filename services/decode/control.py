@@ -9,7 +9,7 @@ from pelagos.engine.v1 import engine_control_pb2 as pb
 from services.common.errors import Failure, Reason
 from services.decode import drain as drain_core
 from services.decode.engine import DecodeEngine
-from services.engine.control import cost_model_to_proto
+from services.engine.control import cost_model_to_proto, grammar_features
 from services.engine.records import layout_to_proto
 from services.engine.sim.config import CURVE_MS, CURVE_ROWS
 from services.lb.decode.client import LoadReport, RankLoad
@@ -65,6 +65,7 @@ class DecodeControl:
     def _features(self) -> list[str]:
         config = self._engine.config
         features = [f"dspark_{config.dspark}", "swa_copy_a", "transport_grpc"]
+        features += grammar_features(config.model)
         if config.async_steps:
             features.append("async")
         if self._engine.mover is not None:

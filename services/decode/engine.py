@@ -31,10 +31,12 @@ from services.decode.transfers import Incoming, Transfers
 from services.engine import records
 from services.engine import transfer as transfer_core
 from services.engine.blocks import Fit
+from services.engine.grammar import Constraint
+from services.engine.grammars import Grammars
 from services.engine.handoff import outgoing_pieces, request_without_pixels
 from services.engine.layout import KvLayout
 from services.engine.persister import FullBlock, Persister
-from services.engine.requests import FinishReason, RequestKey
+from services.engine.requests import FinishReason, RequestKey, u32_array
 from services.engine.runner import ModelRunner, Start, StateFault
 from services.engine.sim.config import CURVE_MS, CURVE_ROWS
 from services.engine.stop import StopRules
@@ -109,6 +111,7 @@ class DecodeEngine:
         mover: Mover | None = None,
         keep_window: Callable[[bytes, int, bytes, bool], None] = lambda *_: None,
         tasks: TaskSet | None = None,
+        grammars: Grammars | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self.config = config
@@ -116,6 +119,7 @@ class DecodeEngine:
         self.identity = identity
         self.drain_state = drain_core.State()
         self.mover = mover
+        self.grammars = grammars
         self.persister = persister
         self.transfers = Transfers(
             self.layout, config.max_chunk_bytes, config.transfer_credit_bytes
@@ -326,7 +330,11 @@ class DecodeEngine:
     # --- commit ---------------------------------------------------------------------------------
 
     def commit(
-        self, reservation_id: str, record: records_pb2.HandoffRecord, transfer_id: str
+        self,
+        reservation_id: str,
+        record: records_pb2.HandoffRecord,
+        transfer_id: str,
+        constraint: Constraint | None = None,
     ) -> Sequence:
         """Verifies what was delivered and starts to decode.
 
@@ -335,13 +343,19 @@ class DecodeEngine:
         """
         held = self._find_held(reservation_id)
         try:
-            return self._commit(held, record, transfer_id)
+            return self._commit(held, record, transfer_id, constraint)
         except Failure:
             if held.state is Reservation.HELD:
                 self._let_go(held, ReservationEvent.RELEASE)
             raise
 
-    def _commit(self, held: Held, record: records_pb2.HandoffRecord, transfer_id: str) -> Sequence:
+    def _commit(
+        self,
+        held: Held,
+        record: records_pb2.HandoffRecord,
+        transfer_id: str,
+        constraint: Constraint | None,
+    ) -> Sequence:
         if not self.drain_state.accepts_commits:
             raise Failure(Reason.DRAINING, "the grace for reservations is over")
         if record.layout_signature != self.layout.signature:
@@ -360,6 +374,7 @@ class DecodeEngine:
             raise Failure(Reason.HANDOFF_MISMATCH, "the bytes are not those that were sent")
         self._supersede(key)
         sequence = self._sequence_of(held, record, key)
+        sequence.constraint = constraint
         start = Start(
             sequence.seq_id,
             key.request_id,
@@ -389,6 +404,8 @@ class DecodeEngine:
         self._on_drain(drain_core.Started(_name(key)))
         held.rank.add(sequence)
         self._persist(held.rank, sequence)
+        if constraint is not None and constraint.dead:
+            held.rank.finish(sequence, FinishReason.GRAMMAR_ERROR)
         return sequence
 
     def _check_coverage(
@@ -707,6 +724,21 @@ class DecodeEngine:
         while True:
             await self._clock.sleep(0.2)
             self.sweep()
+
+    async def constraint_of(self, record: records_pb2.HandoffRecord) -> Constraint | None:
+        """The constraint of a sequence, its output replayed; None when it has none.
+
+        Raises: Failure; nothing has been committed then.
+        """
+        spec = record.spec
+        if not spec.grammar.artifact_key:
+            return None
+        if self.grammars is None or not self.grammars.available:
+            raise Failure(Reason.UNSUPPORTED_FEATURE, "this engine cannot constrain its output")
+        prompt = u32_array(spec.prompt_tokens)
+        said = prompt[len(prompt) - spec.num_resumed_tokens :] + u32_array(record.output_tokens)
+        sampling = records.sampling_from_proto(spec.sampling)
+        return await self.grammars.constraint(spec.grammar, sampling, said)
 
     async def close(self) -> None:
         await self.tasks.close()

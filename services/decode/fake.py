@@ -165,7 +165,8 @@ class FakeDecode:
         transfer_id: str,
     ) -> None:
         """Commits a delivered sequence."""
-        self.engine.commit(reservation_id, record, transfer_id)
+        constraint = await self.engine.constraint_of(record)
+        self.engine.commit(reservation_id, record, transfer_id, constraint)
 
     @asynccontextmanager
     async def follow(

@@ -18,6 +18,7 @@ from services.decode.engine import DecodeEngine, Identity
 from services.decode.mover import BalancedMover
 from services.decode.server import DecodeServicer
 from services.engine.control import EngineControlServicer
+from services.engine.grammars import Grammars
 from services.engine.persister import Persister
 from services.engine.sim.tokens import Scripts
 from services.engine.stores import NearestStore
@@ -25,6 +26,7 @@ from services.engine.tasks import TaskSet
 from services.engine.windows import Windows
 from services.kvstore.client import SwaPool, SwaPoolServicer
 from services.lb.decode.client import DecodeLbClient, leader_of
+from services.so_compiler.client import SoCompilerClient
 
 log = logging.getLogger(__name__)
 
@@ -44,6 +46,8 @@ async def build_engine(
     config, clock = runtime.config, runtime.clock
     layout = config.model.layout()
     layout_digest = bytes.fromhex(layout.signature)
+    library = config.model.grammar_library()
+    library.preload()
     ranks = DecodeLbClient(runtime.channels, leader_of(runtime.view))
     store = NearestStore(runtime.view, runtime.channels, runtime.machine, runtime.rng)
     tasks = TaskSet()
@@ -73,6 +77,12 @@ async def build_engine(
         ),
         mover=BalancedMover(runtime.channels, ranks, runtime.instance_id, layout.signature),
         keep_window=windows.keep,
+        grammars=Grammars(
+            library,
+            SoCompilerClient(runtime.channels),
+            runtime.view,
+            runtime.rng,
+        ),
         tasks=tasks,
         clock=clock,
     )

@@ -314,6 +314,9 @@ class DecodeRank:
         self.counts.drafted += num_rows - 1
         self.counts.accepted += len(kept) - 1
         self._confirm_copy(sequence)
+        if not self._obeys(sequence, kept):
+            self.finish(sequence, FinishReason.GRAMMAR_ERROR)
+            return
         said = kept[:-1] if outcome.stop is Stop.STOP else kept
         count_usage(sequence, said)
         sequence.said.extend(said)
@@ -325,9 +328,30 @@ class DecodeRank:
             self.finish(sequence, reason)
 
     def _masks(self, current: _InFlight) -> Masks:
-        # Matchers come with the engine's grammar library; a request that needs one is refused
-        # at the hand-off until then, so no row here is constrained.
-        return {}
+        """Masks of the constrained rows, now that N-1's tokens and drafts are known (5.4).
+
+        A matcher that fails ends its own request, never the batch (UR-69).
+        """
+        masks: Masks = {}
+        for sequence in current.rows:
+            if sequence.constraint is None or sequence.finished:
+                continue
+            try:
+                masks[sequence.seq_id] = sequence.constraint.masks(sequence.drafts)
+            except Exception:
+                log.exception("matcher failed", extra={"request_id": sequence.key.request_id})
+                self.finish(sequence, FinishReason.GRAMMAR_ERROR)
+        return masks
+
+    def _obeys(self, sequence: Sequence, tokens: tuple[TokenOut, ...]) -> bool:
+        """Takes committed tokens into the matcher; False when it forbids one."""
+        if sequence.constraint is None:
+            return True
+        try:
+            return all(sequence.constraint.advance(token.token_id) for token in tokens)
+        except Exception:
+            log.exception("matcher failed", extra={"request_id": sequence.key.request_id})
+            return False
 
     # --- ends -----------------------------------------------------------------------------------
 

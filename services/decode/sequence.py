@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from pelagos.engine.v1 import records_pb2 as pb
 
+from services.engine.grammar import Constraint
 from services.engine.requests import RequestKey, Sampling, TokenOut, Tokens, Usage
 from services.engine.stop import StopRules
 from services.engine.streams import RequestStream
@@ -40,6 +41,7 @@ class Sequence:
     copy: int | None = None  # copy area that holds the confirmed window of `attached`
     tentative: tuple[int, int] | None = None  # (boundary, copy area) until N-1 confirms it
     num_persisted: int = 0
+    constraint: Constraint | None = None
     in_reasoning: bool = False
     finished: bool = False  # leaves the running set at the next schedule
     paused: bool = False  # being exported: not scheduled

@@ -66,8 +66,9 @@ class DecodeServicer:
             traceparent=request.record.spec.traceparent,
             kind="server",
         ):
+            constraint = await self._engine.constraint_of(request.record)
             sequence = self._engine.commit(
-                request.reservation_id, request.record, request.transfer_id
+                request.reservation_id, request.record, request.transfer_id, constraint
             )
         channel = self._engine.hub.connect()
         ended = request.detached

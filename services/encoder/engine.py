@@ -129,6 +129,9 @@ class EncoderEngine:
         if (facts.width, facts.height) != (width, height):
             # The span is planned already: such an image is resized to it, and counted.
             self.num_resized += 1
+        found = self.cache.get(key, self._clock.now_s())
+        if found is not None:  # computed while we looked at the header
+            return Encoded(plan, found, cached=True)
         item = self._join(key, plan, data, digest)
         try:
             async with asyncio.timeout(config.image_timeout_s):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from services.common.clock import SYSTEM_CLOCK, Clock
 from services.common.config import require
 from services.common.cost_model import CostModel
+from services.engine.grammar import GrammarLibrary
 from services.engine.layout import Geometry, KvLayout
 from services.engine.runner import ModelRunner
 from services.engine.sim.config import COST, SimConfig, sim_layout
@@ -21,6 +22,8 @@ class ModelConfig:
     engine: str = "sim"
     model_id: str = "deepseek-v4.1-flash"
     tokenizer_id: str = "deepseek-v4.1"
+    grammar: bool = True  # takes constrained requests, where the backend is installed
+    tokenizer_file: str = ""  # for constrained output; empty: the installed package's
     max_model_len: int = 131072
     geometry: Geometry = field(default_factory=Geometry)
     sim: SimConfig = field(default_factory=SimConfig)
@@ -46,6 +49,16 @@ class ModelConfig:
     def time_scale(self) -> float:
         """Returns how measured step times relate to the cost model's."""
         return self.sim.time_scale
+
+    def grammar_library(self) -> GrammarLibrary:
+        """Returns what constrains output in this process."""
+        return GrammarLibrary(
+            self.tokenizer_id,
+            self.vocab_size,
+            self.sim.ids.end,
+            self.tokenizer_file,
+            self.grammar,
+        )
 
     def make_runner(
         self,

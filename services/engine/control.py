@@ -14,6 +14,7 @@ from pelagos.engine.v1 import engine_control_pb2 as pb
 from services.common.clock import SYSTEM_CLOCK, Clock
 from services.common.cost_model import CostModel
 from services.common.errors import Failure, Reason
+from services.engine.config import ModelConfig
 
 _MIN_INTERVAL_S = 0.02
 _DEFAULT_INTERVAL_S = 0.5
@@ -105,6 +106,13 @@ class EngineControlServicer:
     ) -> AsyncIterator[pb.ProfileResponse]:
         async for report in self._engine.profile(request.what):
             yield report
+
+
+def grammar_features(model: ModelConfig) -> list[str]:
+    """Feature names of the constraints that this process can apply."""
+    if not model.grammar_library().available:
+        return []
+    return ["grammar_ebnf", "grammar_json", "grammar_regex"]
 
 
 def cost_model_to_proto(model: CostModel) -> pb.CostModel:

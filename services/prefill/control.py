@@ -8,7 +8,7 @@ from pelagos.engine.v1 import engine_control_pb2 as pb
 
 from services.common import cost_model as costs
 from services.common.errors import Failure, Reason
-from services.engine.control import cost_model_to_proto
+from services.engine.control import cost_model_to_proto, grammar_features
 from services.engine.records import layout_to_proto
 from services.prefill.engine import PrefillEngine
 from services.prefill.work import Phase
@@ -59,7 +59,7 @@ class PrefillControl:
             ],
             max_model_len=model.max_model_len,
             cost_model=cost_model_to_proto(engine.cost_model),
-            features=["transport_grpc", "truncation_compact"],
+            features=["transport_grpc", "truncation_compact", *grammar_features(model)],
             kv_layout=layout_to_proto(engine.layout),
             layout_signature=engine.layout.signature,
             vocab_size=model.vocab_size,

@@ -16,7 +16,8 @@ from pelagos.engine.v1 import records_pb2 as pb
 
 from services.common.errors import Failure, Reason
 from services.engine import records
-from services.engine.requests import Image
+from services.engine.grammar import Constraint
+from services.engine.requests import Image, Sampling
 from services.prefill.config import PrefillConfig
 from services.prefill.scheduler import Resume, load_deadline_s, resume_point
 from services.prefill.work import Work
@@ -35,6 +36,11 @@ class Fetched:
 class Peers(Protocol):
     """The services a prefill engine asks while a request waits."""
 
+    @property
+    def can_constrain(self) -> bool:
+        """Whether a request with a grammar can be served at all."""
+        ...
+
     async def fetch_blocks(
         self, spec: pb.RequestSpec, keys: list[bytes], into: list[Fetched]
     ) -> None:
@@ -48,7 +54,10 @@ class Peers(Protocol):
     async def encode(self, request_id: str, tenant: str, images: list[Image]) -> dict[int, bytes]:
         """Embeddings by first position. Raises: Failure, IMAGE_INVALID for a bad image."""
 
-    async def fetch_grammar(self, grammar: pb.GrammarRef) -> bytes: ...
+    async def constraint(
+        self, grammar: pb.GrammarRef, sampling: Sampling, said: list[int]
+    ) -> Constraint:
+        """The constraint of a request, its output so far replayed. Raises: Failure."""
 
 
 async def resolve(work: Work, peers: Peers, config: PrefillConfig) -> None:
@@ -157,7 +166,7 @@ async def _encode(work: Work, peers: Peers, config: PrefillConfig, start: int) -
 async def _load_grammar(work: Work, peers: Peers, config: PrefillConfig) -> None:
     try:
         async with asyncio.timeout(config.grammar_timeout_s):
-            await peers.fetch_grammar(work.spec.grammar)
+            work.constraint = await peers.constraint(work.spec.grammar, work.sampling, work.resumed)
     except TimeoutError:
         raise Failure(Reason.GRAMMAR_BUDGET, "the grammar was not ready in time") from None
 

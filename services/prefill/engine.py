@@ -197,6 +197,8 @@ class PrefillEngine:
         check_intake(
             tokens.ids, sampling, tokens.media, limits, self._geometry, spec.num_resumed_tokens
         )
+        if spec.grammar.artifact_key and not self._peers.can_constrain:
+            raise Failure(Reason.UNSUPPORTED_FEATURE, "this engine cannot constrain its output")
         claims = spec.hit.stored_tokens > 0
         if claims and spec.layout_signature != self.layout.signature:
             raise Failure(Reason.LAYOUT_MISMATCH, "the cache hit was matched under another layout")
@@ -221,6 +223,9 @@ class PrefillEngine:
                 raise _first_failure(group) from group
         work.task = None
         if work.ended:
+            return
+        if work.constraint is not None and work.constraint.dead:
+            self._end(work, FinishReason.GRAMMAR_ERROR)
             return
         work.usage.cached_tokens = work.resume.hit
         work.usage.replayed_tokens = work.resume.num_replayed
@@ -366,6 +371,9 @@ class PrefillEngine:
         )
         num_output = work.num_resumed + 1
         stop = stop_after(token.token_id, work.num_tokens + 1, num_output, rules)
+        if work.constraint is not None and not work.constraint.advance(token.token_id):
+            self._end(work, FinishReason.GRAMMAR_ERROR)
+            return
         if stop is not Stop.STOP:
             work.usage.output_tokens += 1
             if sampling.starts_in_reasoning and not _reasoning_is_over(work):
@@ -598,17 +606,13 @@ def _traceparent(work: Work) -> str:
     return tracing.traceparent_of(work.span) or work.spec.traceparent
 
 
-def _resumed(work: Work) -> list[int]:
-    return list(work.tokens.ids[work.num_tokens - work.num_resumed : work.num_tokens])
-
-
 def _resumed_reasoning(work: Work) -> int:
     """Reasoning tokens among the output of earlier attempts."""
     if not work.sampling.starts_in_reasoning:
         return 0
-    resumed, end = _resumed(work), work.sampling.end_of_thinking_id
+    resumed, end = work.resumed, work.sampling.end_of_thinking_id
     return resumed.index(end) + 1 if end in resumed else len(resumed)
 
 
 def _reasoning_is_over(work: Work) -> bool:
-    return work.sampling.end_of_thinking_id in _resumed(work)
+    return work.sampling.end_of_thinking_id in work.resumed

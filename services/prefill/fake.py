@@ -19,8 +19,9 @@ from pelagos.prefill.v1 import prefill_pb2 as pb
 from services.common.errors import Failure, Reason
 from services.decode.fake import ADDRESS, FakeDecode
 from services.engine.attach_client import AttachChannel, attach_in_memory
+from services.engine.grammar import Constraint
 from services.engine.persister import Persister
-from services.engine.requests import Image, RequestKey
+from services.engine.requests import Image, RequestKey, Sampling
 from services.engine.sim.tokens import Scripts
 from services.lb.decode.client import PickedRank, PickRequest, ReportSession
 from services.prefill.config import PrefillConfig
@@ -48,7 +49,14 @@ class NoPeers:
         """Fails as with no vision machine."""
         raise Failure(Reason.NO_INSTANCE, "no vision machine is known")
 
-    async def fetch_grammar(self, grammar: records_pb2.GrammarRef) -> bytes:
+    @property
+    def can_constrain(self) -> bool:
+        """Grammars are taken, and then not found."""
+        return True
+
+    async def constraint(
+        self, grammar: records_pb2.GrammarRef, sampling: Sampling, said: list[int]
+    ) -> Constraint:
         """Fails as with no compiler."""
         raise Failure(Reason.NO_INSTANCE, "no grammar compiler is known")
 

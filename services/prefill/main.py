@@ -12,6 +12,7 @@ from pelagos.prefill.v1 import prefill_pb2_grpc
 from services.common.service import Runtime, run_service
 from services.decode.client import DecodeClient
 from services.engine.control import EngineControlServicer
+from services.engine.grammars import Grammars
 from services.engine.persister import Persister
 from services.engine.sim.tokens import Scripts
 from services.engine.stores import NearestStore
@@ -30,6 +31,7 @@ from services.prefill.peers import GrpcPeers
 from services.prefill.puller import Puller
 from services.prefill.server import PrefillServicer
 from services.prefill.work import Work
+from services.so_compiler.client import SoCompilerClient
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +50,8 @@ async def build_engine(
     config, clock = runtime.config, runtime.clock
     layout = config.model.layout()
     layout_digest = bytes.fromhex(layout.signature)
+    library = config.model.grammar_library()
+    library.preload()
     store = NearestStore(runtime.view, runtime.channels, runtime.machine, runtime.rng)
     tasks = TaskSet()
     windows = Windows(
@@ -56,6 +60,12 @@ async def build_engine(
         runtime.view,
         runtime.channels,
         tasks,
+    )
+    grammars = Grammars(
+        library,
+        SoCompilerClient(runtime.channels),
+        runtime.view,
+        runtime.rng,
     )
     engine = PrefillEngine(
         config,
@@ -66,7 +76,9 @@ async def build_engine(
             for _ in range(config.num_ranks)
         ],
         runtime.instance_id,
-        peers=GrpcPeers(runtime.view, runtime.channels, store, windows, layout_digest, runtime.rng),
+        peers=GrpcPeers(
+            runtime.view, runtime.channels, store, windows, grammars, layout_digest, runtime.rng
+        ),
         handoff=Handoff(
             DecodeClient(runtime.channels),
             DecodeLbClient(runtime.channels, decode_leader_of(runtime.view)),

@@ -10,13 +10,14 @@ import logging
 import random
 
 from pelagos.engine.v1 import records_pb2 as pb
-from pelagos.so_compiler.v1 import so_compiler_pb2, so_compiler_pb2_grpc
 
 from services.common.errors import Failure, Reason
 from services.common.membership import ClusterView
-from services.common.rpc_client import Channels, stream_call
+from services.common.rpc_client import Channels
 from services.encoder.client import EncoderClient, Picture
-from services.engine.requests import Image
+from services.engine.grammar import Constraint
+from services.engine.grammars import Grammars
+from services.engine.requests import Image, Sampling
 from services.engine.stores import NearestStore
 from services.engine.windows import Windows
 from services.lb.vision.client import EncoderCards, machines_of
@@ -24,7 +25,6 @@ from services.prefill.deps import Fetched
 
 log = logging.getLogger(__name__)
 
-_FETCH_TIMEOUT_S = 30.0
 # Patches behind one token of a span: a cell of 3 x 3 (engine.md, 6.1). The card plans exactly.
 _PATCHES_PER_TOKEN = 9
 
@@ -38,6 +38,7 @@ class GrpcPeers:
         channels: Channels,
         store: NearestStore,
         windows: Windows,
+        grammars: Grammars,
         layout_digest: bytes,
         rng: random.Random,
     ) -> None:
@@ -46,7 +47,7 @@ class GrpcPeers:
         self._store = store
         self._windows = windows
         self._layout_digest = layout_digest
-        self._rng = rng
+        self._grammars = grammars
         self._encoder = EncoderClient(channels)
         self._cards = EncoderCards(machines_of(view, channels), rng=rng)
 
@@ -81,21 +82,16 @@ class GrpcPeers:
         """Fetches a window state from the machine that made it; None is a miss."""
         return await self._windows.fetch(block_key, location)
 
-    async def fetch_grammar(self, grammar: pb.GrammarRef) -> bytes:
-        """Fetches a compiled artifact. Raises: Failure(NOT_FOUND) when it was evicted."""
-        address = grammar.address
-        if not address:
-            compilers = self._view.members("so-compiler")
-            if not compilers:
-                raise Failure(Reason.NO_INSTANCE, "no grammar compiler is known")
-            address = self._rng.choice(compilers).address
-        stub = so_compiler_pb2_grpc.SoCompilerServiceStub(self._channels.get(address))
-        request = so_compiler_pb2.FetchRequest(artifact_key=grammar.artifact_key)
-        data = bytearray()
-        async with stream_call(stub.Fetch, request, timeout_s=_FETCH_TIMEOUT_S) as stream:
-            async for part in stream:
-                data += part.data
-        return bytes(data)
+    @property
+    def can_constrain(self) -> bool:
+        """Whether the grammar backend and a vocabulary are installed."""
+        return self._grammars.available
+
+    async def constraint(
+        self, grammar: pb.GrammarRef, sampling: Sampling, said: list[int]
+    ) -> Constraint:
+        """The constraint of a request, its output so far replayed."""
+        return await self._grammars.constraint(grammar, sampling, said)
 
     # --- images ---------------------------------------------------------------------------------
 

@@ -86,6 +86,7 @@ class PrefillRank:
                     write_from=work.resume.write_from,
                     last=chunk.last,
                     block_table=tuple(work.table),
+                    mask=work.constraint.mask() if chunk.last and work.constraint else None,
                     embeddings=tuple(
                         (start, data)
                         for start, data in work.embeddings.items()

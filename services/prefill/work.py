@@ -10,6 +10,7 @@ from typing import Any
 
 from pelagos.engine.v1 import records_pb2 as pb
 
+from services.engine.grammar import Constraint
 from services.engine.requests import Image, RequestKey, Sampling, TokenOut, Tokens, Usage
 from services.engine.streams import RequestStream
 from services.prefill.scheduler import Resume, Span, Waiting
@@ -51,6 +52,7 @@ class Work:
     position: int = 0  # next position to compute
     in_step: bool = False
     first: TokenOut | None = None
+    constraint: Constraint | None = None
     usage: Usage = field(default_factory=Usage)
     task: asyncio.Task[Any] | None = None  # what it waits for outside the step loop
     reservation: asyncio.Task[Any] | None = None  # room on a decode rank, asked for early
@@ -68,6 +70,11 @@ class Work:
     @property
     def num_resumed(self) -> int:
         return self.spec.num_resumed_tokens
+
+    @property
+    def resumed(self) -> list[int]:
+        """Output of earlier attempts, at the end of this prompt."""
+        return list(self.tokens.ids[self.num_tokens - self.num_resumed : self.num_tokens])
 
     def waiting(self) -> Waiting:
         """The request as the planner sees it."""

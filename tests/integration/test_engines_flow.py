@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
+from contextlib import asynccontextmanager
 from dataclasses import replace
 
+import jsonschema
 import pytest
 from pelagos.common.v1 import errors_pb2
 from pelagos.engine.v1 import records_pb2 as pb
+from pelagos.so_compiler.v1 import so_compiler_pb2
 
 from services.common.errors import Failure, Reason
 from services.common.rpc_client import call
 from services.common.service import RuntimeConfig, running
 from services.decode.client import DecodeClient
+from services.engine.grammar import _tokenizer
 from services.engine.keys import chain
 from services.engine.requests import RequestKey
 from services.engine.sim.tokens import Script
@@ -20,6 +25,9 @@ from services.lb.prefill.client import PrefillLbClient, leader_of, place
 from services.lb.prefill.config import PrefillLbConfig
 from services.lb.prefill.main import build as build_prefill_lb
 from services.prefill.client import PrefillClient
+from services.so_compiler.client import SoCompilerClient
+from services.so_compiler.config import SoCompilerConfig
+from services.so_compiler.main import build as build_so_compiler
 from tests.integration.engine_kit import ROOT, Answer, Cluster, ask, cluster, prompt_ids, spec
 
 
@@ -186,8 +194,9 @@ async def test_p_02_a_decode_that_dies_before_the_hand_off_is_replaced_unseen(tm
 
 async def test_t8_a_moved_request_goes_on_with_the_same_tokens(tmp_path):
     ids = prompt_ids(70)
-    async with cluster(tmp_path, decodes=2) as found:
+    async with cluster(tmp_path, decodes=2, sim={"time_scale": 0.3}) as found:
         reference = (await ask(found, spec("ref", ids, max_tokens=400))).token_ids
+        await nothing_held(found)
         task = asyncio.create_task(ask(found, spec("r", ids, max_tokens=400)))
         first, second = found.decodes
         await eventually(lambda: first.core.num_running + second.core.num_running, "a start")
@@ -206,6 +215,7 @@ async def test_an_export_that_nobody_takes_leaves_the_request_where_it_was(tmp_p
     ids = prompt_ids(70)
     async with cluster(tmp_path) as found:
         reference = (await ask(found, spec("ref", ids, max_tokens=300))).token_ids
+        await nothing_held(found)
         task = asyncio.create_task(ask(found, spec("r", ids, max_tokens=300)))
         await eventually(lambda: found.decodes[0].core.num_running, "a start")
         with pytest.raises(Failure):
@@ -222,6 +232,7 @@ async def test_p_04_t20_a_drained_decode_hands_everything_over_with_its_kv(tmp_p
             name: (await ask(found, spec(f"ref-{name}", ids, max_tokens=200))).token_ids
             for name, ids in prompts.items()
         }
+        await nothing_held(found)
         tasks = {
             name: asyncio.create_task(ask(found, spec(name, ids, max_tokens=200)))
             for name, ids in prompts.items()
@@ -659,3 +670,132 @@ async def test_describe_and_load_say_what_the_engine_is_and_holds(tmp_path):
                 await call(stub.Configure, control.ConfigureRequest(version=2), timeout_s=5)
             assert failure.value.reason is Reason.CONFLICT
         assert len(signatures) == 1
+
+
+# --- constrained output ---------------------------------------------------------------------------
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string"},
+        "age": {"type": "integer"},
+        "tags": {"type": "array", "items": {"type": "string"}},
+    },
+    "required": ["name", "age", "tags"],
+    "additionalProperties": False,
+}
+
+
+@asynccontextmanager
+async def with_compiler(found: Cluster):
+    """A real compiler beside the engines; yields how to compile a schema."""
+    config = SoCompilerConfig(
+        listen="127.0.0.1:0", num_workers=1, runtime=RuntimeConfig(uvloop=False)
+    )
+    async with running("so-compiler", config, build_so_compiler, store=found.store) as runtime:
+
+        async def compile_schema(schema) -> pb.GrammarRef:
+            answer = await SoCompilerClient(found.channels).compile(
+                runtime.address,
+                so_compiler_pb2.CompileRequest(
+                    type=so_compiler_pb2.GRAMMAR_TYPE_JSON_SCHEMA,
+                    source=json.dumps(schema),
+                    tokenizer_id=found.prefill_config.model.tokenizer_id,
+                ),
+            )
+            return pb.GrammarRef(artifact_key=answer.artifact_key, address=runtime.address)
+
+        yield compile_schema
+
+
+def text_of(found: Cluster, token_ids: list[int]) -> str:
+    library = found.prefill_config.model.grammar_library()
+    return str(_tokenizer(library.path, library.vocab_size, 1).decode_str(token_ids))
+
+
+async def test_t16_constrained_output_parses_with_drafts_on_and_the_same_without(tmp_path):
+    texts = []
+    for dspark in ("variable", "none"):
+        async with (
+            cluster(tmp_path, sim={"stop_every": 6}, decode={"dspark": dspark}) as found,
+            with_compiler(found) as compile_schema,
+        ):
+            request = spec("r", prompt_ids(40), max_tokens=600)
+            request.grammar.CopyFrom(await compile_schema(SCHEMA))
+            answer = await ask(found, request)
+            assert answer.event.finished.reason == pb.FINISH_REASON_STOP, answer.event
+            texts.append(text_of(found, answer.token_ids))
+            await nothing_held(found)
+    document = json.loads(texts[0])
+    jsonschema.validate(document, SCHEMA)
+    assert texts[0] == texts[1]
+
+
+async def test_ur_68_a_thinking_answer_is_free_and_then_constrained(tmp_path):
+    async with (
+        cluster(tmp_path, sim={"stop_every": 6}) as found,
+        with_compiler(found) as compile_schema,
+    ):
+        prompt = prompt_ids(40)
+        prompt.extend([128804, 128821])  # the assistant's turn begins with a thought
+        request = spec("r", prompt, max_tokens=600)
+        request.sampling.end_of_thinking_id = 128822
+        request.sampling.starts_in_reasoning = True
+        request.grammar.CopyFrom(await compile_schema(SCHEMA))
+        request.grammar.trigger_token_ids = (128822).to_bytes(4, "little")
+        answer = await ask(found, request)
+        end = answer.token_ids.index(128822)
+        assert end == 8
+        jsonschema.validate(json.loads(text_of(found, answer.token_ids[end + 1 :])), SCHEMA)
+        assert answer.event.finished.usage.reasoning_tokens == 9
+
+
+async def test_ur_69_a_matcher_that_breaks_ends_its_request_alone(tmp_path):
+    async with (
+        cluster(tmp_path, sim={"stop_every": 6}) as found,
+        with_compiler(found) as compile_schema,
+    ):
+        request = spec("r", prompt_ids(40), max_tokens=600)
+        request.grammar.CopyFrom(await compile_schema(SCHEMA))
+        decode = found.decodes[0].core
+        original = decode.constraint_of
+
+        async def broken(record):
+            constraint = await original(record)
+            if constraint is not None:
+                constraint._matcher = None  # any call on it fails
+            return constraint
+
+        decode.constraint_of = broken
+        free, bad = await asyncio.gather(
+            ask(found, spec("free", prompt_ids(30))), ask(found, request)
+        )
+        assert bad.event.finished.reason == pb.FINISH_REASON_GRAMMAR_ERROR
+        assert free.end == "finished"
+        await nothing_held(found)
+
+
+async def test_5_5_a_moved_request_keeps_its_constraint(tmp_path):
+    async with (
+        cluster(tmp_path, decodes=2, sim={"stop_every": 6, "time_scale": 2.0}) as found,
+        with_compiler(found) as compile_schema,
+    ):
+        many = {"type": "array", "items": {"type": "boolean"}, "minItems": 90, "maxItems": 90}
+        grammar = await compile_schema(many)
+
+        def request(name):
+            made = spec(name, prompt_ids(40), max_tokens=600)
+            made.grammar.CopyFrom(grammar)
+            return made
+
+        reference = await ask(found, request("ref"))
+        await nothing_held(found)
+        task = asyncio.create_task(ask(found, request("r")))
+        first, second = found.decodes
+        await eventually(lambda: first.core.num_running + second.core.num_running, "a start")
+        source, target = (first, second) if first.core.num_running else (second, first)
+        await DecodeClient(found.channels).export(source.address, RequestKey("r"), target.address)
+        answer = await task
+        assert answer.token_ids == reference.token_ids
+        assert len(json.loads(text_of(found, answer.token_ids))) == 90
+        assert len(answer.moves) == 2

@@ -22,6 +22,8 @@ class SpecialIds:
     think_end: int = 128822
     image: int = 129264
     num_plain: int = 128000  # ids below are ordinary text, the rest are special
+    # Said first when a grammar forbids the word: the end, ", }, ], the comma, </.
+    closers: tuple[int, ...] = (1, 4, 95, 63, 14, 1718)
 
 
 @dataclass(frozen=True)

@@ -200,7 +200,7 @@ class SimRunner:
         token = guess.token
         if mask is not None:
             noise = sequence.cursor.noise(sequence.start.sampling.seed, 2)
-            token = restrict(token, mask, noise)
+            token = restrict(token, mask, noise, self._config.ids.closers)
         sequence.cursor.advance(token.token_id)
         if token.token_id != guess.token.token_id:
             sequence.future.clear()

@@ -252,8 +252,10 @@ def with_logprobs(token_id: int, noise: int, sampling: Sampling, config: SimConf
     return TokenOut(token_id, chosen, tuple(top[: sampling.top_logprobs]))
 
 
-def restrict(token: TokenOut, mask: bytes, noise: int) -> TokenOut:
-    """The token if the mask allows it, else one of the allowed ones picked by the noise.
+def restrict(token: TokenOut, mask: bytes, noise: int, closers: Sequence[int] = ()) -> TokenOut:
+    """The token if the mask allows it, else a closer, else one of the allowed by the noise.
+
+    Closers keep what is said under a grammar short: open strings, lists and objects end.
 
     `mask` is 32-bit words, little-endian, bit t of the vocabulary set when allowed (5.4).
     Raises: ValueError when nothing is allowed.
@@ -261,6 +263,9 @@ def restrict(token: TokenOut, mask: bytes, noise: int) -> TokenOut:
     at = token.token_id
     if at >> 3 < len(mask) and mask[at >> 3] >> (at & 7) & 1:
         return token
+    for closer in closers:
+        if closer >> 3 < len(mask) and mask[closer >> 3] >> (closer & 7) & 1:
+            return TokenOut(closer, token.logprob)
     bits = int.from_bytes(mask, "little")
     count = bits.bit_count()
     if count == 0:
