@@ -19,6 +19,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+import grpc
+import grpc.aio
 from pelagos.decode.v1 import decode_pb2, decode_pb2_grpc
 from pelagos.engine.v1 import records_pb2 as records
 from pelagos.prefill.v1 import prefill_pb2, prefill_pb2_grpc
@@ -111,7 +113,7 @@ class EngineChannel:
         """Carries commands and events until the call breaks or the task is cancelled."""
         try:
             async with asyncio.timeout(CONNECT_TIMEOUT_S) as connecting:
-                await self._channels.get(self.address).channel_ready()
+                await _connect(self._channels.get(self.address))
             stub = self._stub_cls(self._channels.get(self.address))
             # The call belongs to all requests: none's deadline or id may travel with it.
             with calling(Call()):
@@ -173,6 +175,16 @@ class EngineChannel:
     def _send(self, **command: Any) -> None:
         self._commands.append(self._request_cls(**command))
         self._wake.set()
+
+
+async def _connect(channel: grpc.aio.Channel) -> None:
+    """Waits for the connection. Raises Failure as soon as it is refused."""
+    state = channel.get_state(try_to_connect=True)
+    while state is not grpc.ChannelConnectivity.READY:
+        await channel.wait_for_state_change(state)
+        state = channel.get_state(try_to_connect=True)
+        if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
+            raise Failure(Reason.BACKEND_LOST, "the engine refuses the connection")
 
 
 class EngineHub:

@@ -36,6 +36,9 @@ class EntrypointConfig:
 
     # Neighbours; empty means: as the cluster's membership says.
     recipe_mode: Literal["service", "embedded"] = "service"
+    tokenizer_folder: str = ""  # of the embedded codec; empty: its own default
+    recipe_tokenizers: dict[str, str] = field(default_factory=dict)  # name -> tokenizer.json
+    recipe_models: dict[str, str] = field(default_factory=dict)  # name -> VERSION@TOKENIZER
     recipe_address: str = ""
     check_address: str = ""
     prefill_lb_address: str = ""

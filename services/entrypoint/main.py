@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import logging
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 from pelagos.entrypoint.v1 import entrypoint_pb2_grpc
 from pelagos.kvstore.v1 import swa_pb2_grpc
 
+from services.common.config import ConfigError
 from services.common.service import Runtime, run_service
 from services.entrypoint.address_policy import UrlPolicy
 from services.entrypoint.admission import Door, Load
@@ -68,7 +70,7 @@ async def build(runtime: Runtime[EntrypointConfig]) -> Parts:
         },
         runtime.rng,
     )
-    codec = _codec(runtime, peers)
+    codec = await _codec(runtime, peers)
     instruments = Instruments(runtime.metrics)
     hub = EngineHub(runtime.channels, runtime.instance_id, runtime.spawn, clock=clock)
     policy = RetryPolicy(
@@ -157,12 +159,22 @@ async def build(runtime: Runtime[EntrypointConfig]) -> Parts:
     return parts
 
 
-def _codec(runtime: Runtime[EntrypointConfig], peers: Peers) -> Codec:
-    if runtime.config.recipe_mode == "service":
+async def _codec(runtime: Runtime[EntrypointConfig], peers: Peers) -> Codec:
+    config = runtime.config
+    if config.recipe_mode == "service":
         return RecipeService(runtime.channels, peers)
+    # Imported here: the service mode needs neither tokenizers nor native code.
     from services.entrypoint.embedded_codec import EmbeddedCodec
 
-    return EmbeddedCodec()
+    try:
+        return await asyncio.to_thread(
+            EmbeddedCodec.load,
+            config.tokenizer_folder,
+            config.recipe_tokenizers,
+            config.recipe_models,
+        )
+    except (RuntimeError, ValueError) as error:
+        raise ConfigError(f"recipe_mode: embedded: {error}") from None
 
 
 def _url_policy(config: EntrypointConfig) -> UrlPolicy | None:

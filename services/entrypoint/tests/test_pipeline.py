@@ -177,7 +177,7 @@ async def test_an_engine_that_leaves_out_a_token_is_not_believed(tmp_path: Path)
 async def test_p_11_a_backend_that_always_fails_is_not_stormed(tmp_path: Path) -> None:
     async with running_stack(tmp_path) as stack:
         stack.prefill[0].fail = Failure(Reason.BACKEND_LOST, "always")
-        num = 300
+        num = 150
         for start in range(0, num, 50):
             responses = await asyncio.gather(
                 *(stack.post(stack.chat()) for _ in range(start, start + 50))
