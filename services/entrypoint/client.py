@@ -1,6 +1,6 @@
 """The token-level API as callers see it.
 
-    client = EntrypointClient(channels, "127.0.0.1:7101", key)
+    client = EntrypointClient(channels, "127.0.0.1:7001", key)
     async with client.generate(GenerateRequest(model=..., prompt_tokens=..., ...)) as output:
         async for event in output:      # tokens, then finished or failed
             ...

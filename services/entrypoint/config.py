@@ -20,7 +20,7 @@ def _runtime() -> RuntimeConfig:
 class EntrypointConfig:
     """One entrypoint process; the defaults run on a laptop and let nobody in from outside."""
 
-    listen: str = "127.0.0.1:7101"  # token-level gRPC API and the SWA directory shard
+    listen: str = "127.0.0.1:7001"  # token-level gRPC API and the SWA directory shard
     http_listen: str = "127.0.0.1:8000"
     http_off_loopback_is_insecure: bool = weakens(
         False, "HTTP is served without TLS to other machines"

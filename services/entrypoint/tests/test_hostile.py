@@ -1,0 +1,132 @@
+"""Bytes that mean harm: on the public ports, and in what this code would ever do with them."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import pickle
+import random
+import re
+from pathlib import Path
+
+import services.entrypoint
+import services.so_compiler
+from services.common.errors import Failure, Reason
+from services.entrypoint.tests.stack import content_of, running_stack, text_of
+
+# What would run or trust data from outside (S-07, UR-79).
+_FORBIDDEN = re.compile(
+    r"\bpickle\b|\bmarshal\b|\bshelve\b|\bdill\b|\beval\(|\bexec\(|yaml\.load\b|__import__|"
+    r"\bos\.system\b|shell=True"
+)
+
+
+def test_ur_79_no_code_here_runs_or_unpickles_data() -> None:
+    num_files = 0
+    for package in (services.entrypoint, services.so_compiler):
+        folder = Path(str(package.__file__)).parent
+        for file in folder.rglob("*.py"):
+            if "tests" in file.parts:
+                continue
+            num_files += 1
+            assert not _FORBIDDEN.search(file.read_text()), file.name
+    assert num_files > 40
+
+
+class _Gadget:
+    fired = False
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (setattr, (_Gadget, "fired", True))
+
+
+async def test_ur_79_garbage_on_both_ports_has_no_effect(tmp_path: Path) -> None:
+    rng = random.Random(3)
+    buffer = io.BytesIO()
+    pickle.dump(_Gadget(), buffer)
+    garbage = [
+        buffer.getvalue(),
+        b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + rng.randbytes(500),
+        b"\x16\x03\x01" + rng.randbytes(300),
+        b"\0" * 5000,
+        *(rng.randbytes(rng.randint(1, 3000)) for _ in range(30)),
+        b"POST /v1/messages HTTP/1.1\r\ncontent-length: -5\r\n\r\n",
+        b"POST /v1/messages HTTP/1.1\r\ncontent-length: 1\r\ncontent-length: 2\r\n\r\nab",
+        b"GET /\xff\xfe HTTP/1.1\r\nhost: x\r\n\r\n",
+        b"GET http://evil/ HTTP/1.1\r\nhost: x\r\n\r\n",
+    ]
+    async with running_stack(tmp_path) as stack:
+        ports = [
+            int(stack.base_url.rpartition(":")[2]),
+            int(stack.runtime.address.rpartition(":")[2]),
+        ]
+        for port in ports:
+            for data in garbage:
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                try:
+                    writer.write(data)
+                    writer.write_eof()
+                    async with asyncio.timeout(20):
+                        await reader.read()
+                except (ConnectionError, OSError):
+                    pass  # refused in its own way
+                finally:
+                    writer.close()
+        assert not _Gadget.fired
+        answer = await stack.post(stack.chat(max_tokens=3))
+        assert answer.json()["content"] == text_of(3)
+        await stack.idle()
+        assert stack.http.connections.num_open <= 1  # our own client's
+
+
+async def test_ur_58_a_resumed_request_keeps_its_constraint_and_says_where_it_is(
+    tmp_path: Path,
+) -> None:
+    async with running_stack(tmp_path, num_decode=2) as stack:
+        stack.codec.constraint = ("json", '{"type":"object"}')
+        stack.decode[0].die_at = 4
+        stack.decode[1].die_at = None
+        responses = await asyncio.gather(
+            *(stack.post(stack.chat(max_tokens=12, stream=True)) for _ in range(4))
+        )
+        assert [content_of(r.text) for r in responses] == [text_of(12)] * 4
+        resumed = [spec for spec in stack.lb.specs if spec.key.attempt > 1]
+        assert resumed
+        for spec in resumed:
+            assert spec.grammar.artifact_key == "artifact-1"
+            assert spec.num_resumed_tokens >= 1
+        assert len(stack.compiler.requests) == 4  # once per request, not per attempt
+
+
+async def test_ur_58_a_grammar_that_dies_is_a_clear_error(tmp_path: Path) -> None:
+    async with running_stack(tmp_path) as stack:
+        stack.codec.constraint = ("json", '{"type":"object"}')
+        stack.prefill[0].fail = Failure(Reason.UNSUPPORTED_FEATURE, "the matcher died")
+        response = await stack.post(stack.chat(stream=True))
+        assert response.status_code == 400
+        assert response.headers["x-error-reason"] == "UNSUPPORTED_FEATURE"
+        assert len(stack.lb.specs) == 1
+
+
+async def test_p_07_one_bad_request_leaves_its_neighbours_alone(tmp_path: Path) -> None:
+    async with running_stack(tmp_path) as stack:
+        neighbours = [
+            asyncio.create_task(stack.post(stack.chat(max_tokens=200, stream=True)))
+            for _ in range(5)
+        ]
+        bad_bodies = [b"", b"[]", b'"x"', b"null", b"{}", b'{"model": 3}', b"{" * 70, b"\xff\xfe"]
+        for body in bad_bodies:
+            for path in ("/v1/chat/completions", "/v1/responses", "/v1/messages"):
+                answer = await stack.client.post(path, content=body)
+                assert answer.status_code == 400
+        for response in await asyncio.gather(*neighbours):
+            assert content_of(response.text) == text_of(200)
+
+
+async def test_p_16_ur_59_what_can_never_fit_is_refused_at_the_door(tmp_path: Path) -> None:
+    async with running_stack(tmp_path) as stack:
+        response = await stack.post(stack.chat("x" * 130_000, stream=True))
+        assert response.status_code == 400
+        assert response.headers["x-error-reason"] == "NOT_FITTING"
+        assert not stack.lb.specs
+        await stack.idle()
