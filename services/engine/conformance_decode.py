@@ -11,7 +11,7 @@ import random
 import secrets
 from array import array
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from pelagos.decode.v1 import decode_pb2, decode_pb2_grpc
 from pelagos.engine.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc
@@ -21,13 +21,11 @@ from services.common.errors import Failure, Reason
 from services.common.rpc_client import call, stream_call
 from services.common.rpc_errors import from_proto
 from services.engine.conformance_kit import Check, CheckFailed, NotDriven, Target, require
-from services.engine.handoff import outgoing_pieces
+from services.engine.config import ModelConfig
 from services.engine.layout import Geometry
-from services.engine.records import sampling_from_proto, tokens_from_spec
-from services.engine.runner import PrefillBatch, PrefillRow, Start
-from services.engine.sim.config import SimConfig, sim_layout
-from services.engine.sim.runner import SimRunner
-from services.engine.transfer_client import Outgoing, checksum, push
+from services.engine.sim.config import SimConfig
+from services.engine.sim.prompt import Prefilled, prefilled
+from services.engine.transfer_client import Outgoing, push
 
 _TIMEOUT_S = 5.0
 _LONG = 1 << 14
@@ -79,7 +77,7 @@ class _Decode:
         request = decode_pb2.AbortRequest(key=key)
         return bool((await call(self.stub.Abort, request, timeout_s=_TIMEOUT_S)).found)
 
-    async def deliver(self, sequence: _Sequence, pieces: list[Outgoing]) -> tuple[str, str]:
+    async def deliver(self, sequence: Prefilled, pieces: list[Outgoing]) -> tuple[str, str]:
         key = sequence.record.key
         held = await self.reserve(key, sequence.record.num_cached)
         request = kv_transfer_pb2.OpenRequest(
@@ -94,7 +92,7 @@ class _Decode:
         return held, await push(self.transfer, request, pieces, timeout_s=30)
 
     async def run(
-        self, sequence: _Sequence, held: str, transfer_id: str
+        self, sequence: Prefilled, held: str, transfer_id: str
     ) -> AsyncIterator[pb.RequestEvent]:
         request = decode_pb2.RunRequest(
             reservation_id=held, record=sequence.record, transfer_id=transfer_id
@@ -161,19 +159,14 @@ async def _aborts_are_safe(target: Target) -> None:
     require(not await engine.abort(key), "an aborted request was found again")
 
 
-@dataclass
-class _Sequence:
-    """A prompt computed by the suite's own simulated device."""
-
-    record: pb.HandoffRecord
-    pieces: list[Outgoing]
-
-
-async def _sequence(target: Target, engine: _Decode, name: str, seed: int) -> _Sequence:
+async def _sequence(target: Target, engine: _Decode, name: str, seed: int) -> Prefilled:
     """Raises: NotDriven when the engine's bytes are not those of the simulation."""
     geometry = _geometry(target)
-    layout = sim_layout(target.about.model_id, geometry)
-    if target.about.engine != "sim" or layout.signature != target.about.layout_signature:
+    model = ModelConfig(
+        model_id=target.about.model_id, geometry=geometry, sim=SimConfig(time_scale=0.0)
+    )
+    signature = model.layout().signature
+    if target.about.engine != "sim" or signature != target.about.layout_signature:
         raise NotDriven("the suite can make KV bytes of the simulated layout only")
     num = 3 * geometry.block_tokens + 9
     rng = random.Random(seed)
@@ -184,26 +177,7 @@ async def _sequence(target: Target, engine: _Decode, name: str, seed: int) -> _S
         prompt_tokens=ids.tobytes(),
         sampling=pb.Sampling(max_tokens=32, temperature=1.0, seed=5),
     )
-    runner = SimRunner(layout, SimConfig(time_scale=0.0), 16, ring_slots=geometry.prefill_ring)
-    tokens = tokens_from_spec(spec, geometry)
-    table = (1, 2, 3, 4)
-    sampling = sampling_from_proto(spec.sampling)
-    runner.open(Start(1, key.request_id, tokens, sampling, num, num, 1))
-    row = PrefillRow(1, 0, num, 0, 0, True, table)
-    first = (await runner.prefill(PrefillBatch((row,)))).first[1]
-    pieces = outgoing_pieces(runner, 1, num, table)
-    record = pb.HandoffRecord(
-        key=key,
-        spec=spec,
-        output_tokens=first.token_id.to_bytes(4, "little"),
-        num_cached=num,
-        usage=pb.Usage(prompt_tokens=num, output_tokens=1),
-        state_position=num,
-        layout_signature=layout.signature,
-        kv_checksum=checksum(pieces),
-        coverage_tokens=num,
-    )
-    return _Sequence(record, pieces)
+    return await prefilled(spec, model)
 
 
 def _geometry(target: Target) -> Geometry:
