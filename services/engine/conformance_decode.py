@@ -20,8 +20,8 @@ from pelagos.engine.v1 import records_pb2 as pb
 from services.common.errors import Failure, Reason
 from services.common.rpc_client import call, stream_call
 from services.common.rpc_errors import from_proto
-from services.engine.conformance_kit import Check, CheckFailed, NotDriven, Target, require
 from services.engine.config import ModelConfig
+from services.engine.conformance_kit import Check, CheckFailed, NotDriven, Target, require
 from services.engine.layout import Geometry
 from services.engine.sim.config import SimConfig
 from services.engine.sim.prompt import Prefilled, prefilled
