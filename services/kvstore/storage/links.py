@@ -41,8 +41,15 @@ def ref_to_proto(ref: ShardRef) -> pb.ShardRef:
 class NodeLink:
     """One node, at one address."""
 
-    def __init__(self, channels: Channels, address: str, clock: Clock = SYSTEM_CLOCK) -> None:
+    def __init__(
+        self,
+        channels: Channels,
+        address: str,
+        clock: Clock = SYSTEM_CLOCK,
+        timeout_s: float = _TIMEOUT_S,
+    ) -> None:
         self.address = address
+        self._timeout_s = timeout_s
         self.storage = rpc.StorageServiceStub(channels.get(address))
         self.meta = rpc.MetaServiceStub(channels.get(address))
         self._clock = clock
@@ -88,7 +95,7 @@ class NodeLink:
         request = pb.GetShardsRequest(shards=[ref_to_proto(ref) for ref, _ in batch])
         found: list[tuple[bytes | None, ReadStatus]] = [(None, ReadStatus.IO)] * len(batch)
         try:
-            answer = await call(self.storage.GetShards, request, timeout_s=_TIMEOUT_S)
+            answer = await call(self.storage.GetShards, request, timeout_s=self._timeout_s)
             for number, result in enumerate(answer.shards[: len(batch)]):
                 status = _READ.get(result.status, ReadStatus.IO)
                 found[number] = (result.bytes if status is ReadStatus.OK else None, status)
@@ -115,7 +122,7 @@ class NodeLink:
         )
         found: list[PutStatus | None] = [None] * len(batch)
         try:
-            answer = await call(self.storage.PutShards, request, timeout_s=_TIMEOUT_S)
+            answer = await call(self.storage.PutShards, request, timeout_s=self._timeout_s)
             for number, status in enumerate(answer.statuses[: len(batch)]):
                 full = PutStatus.FULL if status == pb.SHARD_STATUS_FULL else None
                 found[number] = _PUT.get(status, full)
@@ -133,7 +140,7 @@ class NodeLink:
         """Frees shards; returns how many, 0 when the node is away (its orphans go later)."""
         request = pb.DeleteShardsRequest(shards=[ref_to_proto(ref) for ref in refs], epoch=epoch)
         try:
-            answer = await call(self.storage.DeleteShards, request, timeout_s=_TIMEOUT_S)
+            answer = await call(self.storage.DeleteShards, request, timeout_s=self._timeout_s)
             return int(answer.deleted)
         except Failure:
             return 0
@@ -170,7 +177,9 @@ class Links:
         channels: Channels,
         address_of: Callable[[str], str | None],
         clock: Clock = SYSTEM_CLOCK,
+        timeout_s: float = _TIMEOUT_S,
     ) -> None:
+        self._timeout_s = timeout_s
         self._channels = channels
         self._address_of = address_of
         self._clock = clock
@@ -183,7 +192,9 @@ class Links:
             return None
         link = self._links.get(node)
         if link is None or link.address != address:
-            link = self._links[node] = NodeLink(self._channels, address, self._clock)
+            link = self._links[node] = NodeLink(
+                self._channels, address, self._clock, self._timeout_s
+            )
         return link
 
     async def close(self) -> None:

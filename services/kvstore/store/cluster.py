@@ -9,6 +9,7 @@ Source: kvcache-and-balancing.md, sections 4, 6 and 7.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Sequence
@@ -48,6 +49,8 @@ from services.kvstore.store.blocks import (
     object_header,
 )
 from services.kvstore.store.cluster_index import ClusterIndex
+
+log = logging.getLogger(__name__)
 
 _COMMIT_ATTEMPTS: Final = 3
 
@@ -159,6 +162,17 @@ class ClusterBlocks:
                 return data, status
             avoid = frozenset(sorted(read.good)[:1])
         self.counts.failed_reads += 1
+        log.warning(
+            "block not read",
+            extra={
+                "num_known": bitmap.bit_count(),
+                "num_up": len(self._view.up()),
+                "num_good": len(read.good),
+                "num_bad": len(bad),
+                "num_unreachable": read.unreachable,
+                "why": status.name,
+            },
+        )
         self.num_corrupt += status is ReadStatus.DATA
         self._report(key[:16], put_id, bad, pgmap)
         return None, status

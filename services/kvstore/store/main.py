@@ -111,7 +111,9 @@ async def open_nodes(runtime: Runtime[StoreConfig]) -> ClusterBlocks:
     """Returns blocks over the cluster's storage nodes."""
     config = runtime.config
     view = MapView(runtime.store, runtime.keys, runtime.view, runtime.clock)
-    links = Links(runtime.channels, view.address_of, runtime.clock)
+    # A message that takes longer than the read or put it serves is a node that does not answer.
+    longest_s = max(config.read_timeout_ms, config.put_timeout_ms) / 1000
+    links = Links(runtime.channels, view.address_of, runtime.clock, max(longest_s, 5.0))
     index = ClusterIndex(view, links, runtime.clock)
     cluster = ClusterConfig(
         payload_bytes=config.payload_bytes,

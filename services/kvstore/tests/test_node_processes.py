@@ -60,7 +60,8 @@ class Process:
 class Load:
     """Reads random blocks for as long as it runs; every answer is right or counted as a miss."""
 
-    def __init__(self, store: StoreClient, blocks) -> None:
+    def __init__(self, store: StoreClient, blocks, log: Path) -> None:
+        self.log = log
         self._store = store
         self._blocks = blocks
         self.num_right = 0
@@ -122,7 +123,7 @@ async def test_p_31_p_32_nodes_killed_and_frozen_under_verified_load(tmp_path) -
             await _stored(client, block)
         capacity = (await client.stat()).capacity_bytes
 
-        load = Load(client, written)
+        load = Load(client, written, tmp_path / "log")
         task = asyncio.create_task(load.run())
         try:
             await _progress(load, 200)
@@ -130,6 +131,7 @@ async def test_p_31_p_32_nodes_killed_and_frozen_under_verified_load(tmp_path) -
             nodes[7].signal(signal.SIGSTOP)
             await _progress(load, 200)
             nodes[7].signal(signal.SIGCONT)
+            await _whole(client, capacity)
             for first, second in ((2, 9), (0, 5)):
                 await nodes[first].kill()
                 await nodes[second].kill()
@@ -138,10 +140,9 @@ async def test_p_31_p_32_nodes_killed_and_frozen_under_verified_load(tmp_path) -
                     await nodes[number].start()
                 await asyncio.gather(nodes[first].ready(), nodes[second].ready())
                 # The two are in use again before the next two go.
-                while (await client.stat()).capacity_bytes != capacity:  # noqa: ASYNC110
-                    await asyncio.sleep(0.1)
+                await _whole(client, capacity)
                 await _progress(load, 100)
-            assert load.misses == []
+            assert load.misses == [], load.log.read_text()[-3000:]
         finally:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
@@ -163,10 +164,16 @@ async def _stored(client: StoreClient, block) -> None:
         await asyncio.sleep(0.1)
 
 
+async def _whole(client: StoreClient, capacity: int) -> None:
+    """Waits until every node answers again: its lease may have ended meanwhile."""
+    while (await client.stat()).capacity_bytes != capacity:  # noqa: ASYNC110
+        await asyncio.sleep(0.1)
+
+
 async def _progress(load: Load, count: int) -> None:
     target = load.num_right + count
     while load.num_right < target:
-        assert load.misses == []
+        assert load.misses == [], load.log.read_text()[-3000:]
         await asyncio.sleep(0.05)
 
 
