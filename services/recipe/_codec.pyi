@@ -85,7 +85,12 @@ class Encoded:
 
 def convert(protocol_name: str, body: bytes, options: Options) -> Converted: ...
 def encode(
-    protocol_name: str, body: bytes, options: Options, tokenizer: Tokenizer, context_limit: int
+    protocol_name: str,
+    body: bytes,
+    options: Options,
+    tokenizer: Tokenizer,
+    context_limit: int,
+    by_model: dict[str, Tokenizer] | None = None,
 ) -> Encoded: ...
 def resolve_max_tokens(
     thinking: bool,

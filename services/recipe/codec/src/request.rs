@@ -76,15 +76,17 @@ impl From<Error> for Refusal {
 
 /// Converts, renders and encodes a body. Pure.
 ///
-/// `context_limit` in tokens. An image by URL counts as one token until it is fetched.
-pub fn encode(
+/// `tokenizer_of` a model's name. `context_limit` in tokens. An image by URL counts as one token
+/// until it is fetched.
+pub fn encode<'a>(
     protocol: Protocol,
     body: &[u8],
     options: &Options,
-    tokenizer: &Tokenizer,
+    tokenizer_of: impl FnOnce(&str) -> &'a Tokenizer,
     context_limit: u32,
 ) -> Result<Encoded, Refusal> {
     let request = convert::convert(protocol, body, options)?;
+    let tokenizer = tokenizer_of(&request.model);
     let conversation = &request.conversation;
     let rendered = render::render(conversation, request.model_version, &options.special_tokens);
     let narrow = tokenizer.encode_prompt(&rendered.prompt)?;

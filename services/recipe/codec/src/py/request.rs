@@ -1,5 +1,6 @@
 //! Conversion, rendering, encoding and sizes for Python.
 
+use std::collections::HashMap;
 use std::sync::Arc;
 
 use pyo3::exceptions::PyValueError;
@@ -225,7 +226,9 @@ impl Encoded {
     }
 }
 
+/// `by_model` names the tokenizer of a model where it is another one.
 #[pyfunction]
+#[pyo3(signature = (protocol_name, body, options, tokenizer, context_limit, by_model=None))]
 pub fn encode(
     py: Python<'_>,
     protocol_name: &str,
@@ -233,10 +236,15 @@ pub fn encode(
     options: &Options,
     tokenizer: &Tokenizer,
     context_limit: u32,
+    by_model: Option<HashMap<String, Py<Tokenizer>>>,
 ) -> PyResult<Encoded> {
     let protocol = protocol(protocol_name)?;
-    let encoded =
-        py.detach(|| whole::encode(protocol, body, &options.0, &tokenizer.0, context_limit));
+    let by_model = by_model.unwrap_or_default();
+    let tokenizer_of = |model: &str| by_model.get(model).map_or(tokenizer, |found| found.get());
+    let encoded = py.detach(|| {
+        let tokenizer_of = |model: &str| &*tokenizer_of(model).0;
+        whole::encode(protocol, body, &options.0, tokenizer_of, context_limit)
+    });
     encoded.map(Encoded).map_err(|refusal| {
         let kind = match &refusal {
             Refusal::Request(_) => "request",
