@@ -19,8 +19,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-import grpc
-import grpc.aio
 from pelagos.decode.v1 import decode_pb2, decode_pb2_grpc
 from pelagos.engine.v1 import records_pb2 as records
 from pelagos.prefill.v1 import prefill_pb2, prefill_pb2_grpc
@@ -29,11 +27,10 @@ from services.common.call import Call, calling
 from services.common.clock import SYSTEM_CLOCK, Clock
 from services.common.errors import Failure, Reason
 from services.common.rpc_client import Channels, stream_call
+from services.entrypoint.connecting import connect
 
 log = logging.getLogger(__name__)
 
-# A frozen process still completes TCP handshakes; gRPC itself would wait 20 s for its greeting.
-CONNECT_TIMEOUT_S: Final = 3.0
 IDLE_TIMEOUT_S: Final = 60.0
 
 
@@ -112,9 +109,9 @@ class EngineChannel:
     async def run(self) -> None:
         """Carries commands and events until the call breaks or the task is cancelled."""
         try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S) as connecting:
-                await _connect(self._channels.get(self.address))
-            stub = self._stub_cls(self._channels.get(self.address))
+            channel = self._channels.get(self.address)
+            await connect(channel)
+            stub = self._stub_cls(channel)
             # The call belongs to all requests: none's deadline or id may travel with it.
             with calling(Call()):
                 async with stream_call(stub.Attach) as stream:
@@ -126,9 +123,6 @@ class EngineChannel:
                         writer.cancel()
                         await asyncio.gather(writer, return_exceptions=True)
             self._lose(Failure(Reason.BACKEND_LOST, "the engine ended the channel"))
-        except TimeoutError:
-            assert connecting.expired()
-            self._lose(Failure(Reason.BACKEND_LOST, "the engine does not answer"))
         except Failure as failure:
             self._lose(Failure(Reason.BACKEND_LOST, f"the channel broke ({failure.reason.value})"))
         except Exception:
@@ -175,16 +169,6 @@ class EngineChannel:
     def _send(self, **command: Any) -> None:
         self._commands.append(self._request_cls(**command))
         self._wake.set()
-
-
-async def _connect(channel: grpc.aio.Channel) -> None:
-    """Waits for the connection. Raises Failure as soon as it is refused."""
-    state = channel.get_state(try_to_connect=True)
-    while state is not grpc.ChannelConnectivity.READY:
-        await channel.wait_for_state_change(state)
-        state = channel.get_state(try_to_connect=True)
-        if state is grpc.ChannelConnectivity.TRANSIENT_FAILURE:
-            raise Failure(Reason.BACKEND_LOST, "the engine refuses the connection")
 
 
 class EngineHub:

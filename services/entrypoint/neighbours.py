@@ -20,6 +20,7 @@ from services.common.call import Call, calling
 from services.common.errors import Failure, Reason
 from services.common.membership import ClusterView
 from services.common.rpc_client import Channels, call, stream_call
+from services.entrypoint.connecting import connect
 
 CHECK_TIMEOUT_S: Final = 0.5  # a slow cache look-up is a miss
 ENCODE_TIMEOUT_S: Final = 30.0
@@ -103,6 +104,7 @@ class RecipeService:
     def __init__(self, channels: Channels, peers: Peers) -> None:
         self._channels = channels
         self._peers = peers
+        self._failed = ""  # where the last Parse call broke before it gave anything
 
     async def encode(self, request: recipe.EncodeRequest) -> recipe.EncodeResponse:
         """Converts, renders and encodes."""
@@ -125,12 +127,17 @@ class RecipeService:
         on_results: Callable[[Sequence[recipe.ParseResult]], None],
     ) -> None:
         """Carries batches over one call until it breaks."""
-        stub = self._stub(self._peers.address("recipe"))
+        address = self._peers.address("recipe")
+        if address == self._failed:
+            address = next(iter(self._peers.others("recipe", address)), address)
+        self._failed = address  # until it has answered
+        await connect(self._channels.get(address))
         with calling(Call()):
-            async with stream_call(stub.Parse) as stream:
+            async with stream_call(self._stub(address).Parse) as stream:
                 writer = asyncio.ensure_future(_write_batches(stream, next_batch))
                 try:
                     while (response := await stream.read()) is not None:
+                        self._failed = ""
                         on_results(response.results)
                 finally:
                     writer.cancel()

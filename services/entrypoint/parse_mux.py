@@ -26,7 +26,7 @@ from services.common.errors import Failure, Reason
 
 log = logging.getLogger(__name__)
 
-MAX_LINK_LOSSES: Final = 3  # of one stream; then its request fails
+MAX_OUTAGE_S: Final = 10.0  # a stream waits so long for a codec; then its request fails
 _RECONNECT_FIRST_S: Final = 0.05
 _RECONNECT_MAX_S: Final = 1.0
 _MAX_BATCH_ITEMS: Final = 4096
@@ -75,7 +75,7 @@ class OutputStream:
         self._end: pb.ParseItem | None = None
         self.num_sent_bytes = 0
         self.num_skip_bytes = 0
-        self.num_losses = 0
+        self.lost_at_s: float | None = None  # since when there has been no codec
 
     def ready(self, prompt_tokens: int, cached_tokens: int) -> None:
         """Says what is known of the prompt; once, before the first tokens."""
@@ -191,7 +191,8 @@ class ParseMux:
                 failure = error
             if self._clock.now_s() - started_s > _RECONNECT_MAX_S:
                 wait_s = _RECONNECT_FIRST_S
-            log.warning("codec lost", extra={"reason": failure.reason.value})
+            if self._streams:
+                log.warning("codec lost", extra={"reason": failure.reason.value})
             self._restart_streams(failure)
             await self._clock.sleep(wait_s)
             wait_s = min(_RECONNECT_MAX_S, wait_s * 2)
@@ -199,9 +200,11 @@ class ParseMux:
     def _restart_streams(self, failure: Failure) -> None:
         self._items.clear()
         self._waiter = None
+        now_s = self._clock.now_s()
         for stream in list(self._streams.values()):
-            stream.num_losses += 1
-            if stream.num_losses > MAX_LINK_LOSSES:
+            if stream.lost_at_s is None:
+                stream.lost_at_s = now_s
+            if now_s - stream.lost_at_s > MAX_OUTAGE_S:
                 del self._streams[stream.stream_id]
                 stream.sink.on_parse_lost(failure)
                 continue
@@ -243,6 +246,7 @@ class ParseMux:
                 stream.num_skip_bytes -= skipped
                 result.sse = result.sse[skipped:]
             stream.num_sent_bytes += len(result.sse)
+            stream.lost_at_s = None
             if result.done or result.error:
                 self._streams.pop(stream.stream_id, None)
             try:
