@@ -13,6 +13,7 @@ from pelagos.entrypoint.v1 import entrypoint_pb2_grpc
 from pelagos.kvstore.v1 import swa_pb2_grpc
 
 from services.common.config import ConfigError
+from services.common.errors import Failure, Reason
 from services.common.service import Runtime, run_service
 from services.entrypoint.address_policy import UrlPolicy
 from services.entrypoint.admission import Door, Load
@@ -47,6 +48,7 @@ log = logging.getLogger(__name__)
 
 ROLE = "entrypoint"
 _TICK_S = 1.0
+_HAND_OVER_POLL_S = 0.02
 
 
 async def build(runtime: Runtime[EntrypointConfig]) -> Parts:
@@ -152,7 +154,15 @@ async def build(runtime: Runtime[EntrypointConfig]) -> Parts:
     async def drain() -> None:
         server.drain()
 
+    async def hand_over() -> None:
+        # What outlives the grace ends with a failure that its client can read (P-01).
+        for output in list(parts.outputs):
+            output.abandon(Failure(Reason.DRAINING, "the entrypoint is stopping"))
+        while parts.ledger.num_open:
+            await clock.sleep(_HAND_OVER_POLL_S)
+
     runtime.on_drain(drain)
+    runtime.on_hand_over(hand_over)
     runtime.on_stop(server.close)
     await server.start()
     runtime.announce(labels={"http": server.address})

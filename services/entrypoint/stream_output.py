@@ -170,6 +170,10 @@ class StreamOutput:
             self._comment_due = True
             self._wake.set()
 
+    def abandon(self, failure: Failure) -> None:
+        """Ends the request from outside, at the end of a drain's grace: a failure, not a cut."""
+        self._fail(failure)
+
     async def end_with_failure(self, failure: Failure, message: str) -> None:
         """Ends a stream that has begun in its API's failure form."""
         if self._parsed is not None and not self._done and not self._parse_lost:

@@ -9,7 +9,9 @@ from pathlib import Path
 import httpx
 import pytest
 
+from services.common.drain import DrainTimes
 from services.common.errors import Failure, Reason
+from services.common.service import RuntimeConfig
 from services.entrypoint.ledger import Outcome
 from services.entrypoint.limits import Limits
 from services.entrypoint.tests.stack import (
@@ -447,6 +449,24 @@ async def test_ur_19_outcomes_add_up_to_accepted_requests(tmp_path: Path) -> Non
         assert 'pelagos_entrypoint_first_tokens_total{api="chat"} 1.0' in text
         assert 'requests_refused_total{reason="UNAUTHENTICATED"} 1.0' in text
         assert ledger.num_outcomes[Outcome.OK] == 1
+
+
+async def test_p_01_what_outlives_the_grace_ends_with_a_failure_not_a_cut(tmp_path: Path) -> None:
+    runtime = RuntimeConfig(drain=DrainTimes(notice_s=0.0, grace_s=0.0, handover_s=10.0))
+    async with running_stack(tmp_path, runtime=runtime) as stack:
+        engine = stack.decode[0]
+        engine.window_tokens = 3  # stands still after a few tokens
+        streamed = asyncio.create_task(stack.post(stack.chat(max_tokens=90_000, stream=True)))
+        whole = asyncio.create_task(stack.post(stack.chat(max_tokens=90_000)))
+        await until(lambda: len(engine.active) == 2)
+        await until(lambda: engine.num_emitted >= 4)
+        engine.gate.clear()
+        await stack.runtime.stop()
+        response = await streamed
+        assert sse_events(response.text)[-1] == "[DONE]"
+        assert "error" in sse_events(response.text)[-2]
+        assert (await whole).status_code == 503
+        assert outcomes(stack) == {"shed": 2}
 
 
 async def test_p_04_a_planned_stop_finishes_what_is_in_flight(tmp_path: Path) -> None:
