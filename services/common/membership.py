@@ -157,7 +157,7 @@ class Registration:
         self._lease_id = 0
         self._lease_end_s = 0.0
         self._changed = asyncio.Event()
-        self._registered = asyncio.Event()
+        self._settled = asyncio.Event()
 
     @property
     def member(self) -> Member:
@@ -170,8 +170,9 @@ class Registration:
         return bool(self._lease_id) and self._written == self._wanted.to_bytes()
 
     async def wait_registered(self) -> None:
-        """Waits for the first registration."""
-        await self._registered.wait()
+        """Waits until the store holds this member as it should be; bound it."""
+        while not self.is_registered:
+            await self._settled.wait()
 
     def update(
         self,
@@ -191,6 +192,7 @@ class Registration:
             labels=member.labels if labels is None else {**member.labels, **labels},
         )
         self._wanted.to_bytes()  # too large is the caller's mistake, so tell the caller
+        self._settled.clear()
         self._changed.set()
 
     async def run(self) -> None:
@@ -219,6 +221,7 @@ class Registration:
 
     async def close(self) -> None:
         """Removes the key at once, if the store answers; else the lease does it in its time."""
+        self._settled.clear()
         lease_id, self._lease_id, self._written = self._lease_id, 0, None
         if lease_id:
             with suppress(StoreUnavailable, LeaseLost, TimeoutError):
@@ -238,7 +241,8 @@ class Registration:
             return
         await self._store.put(self._key, value, self._lease_id)
         self._written = value
-        self._registered.set()
+        if value == self._wanted.to_bytes():
+            self._settled.set()
 
     async def _renew(self) -> None:
         asked_s = self._clock.now_s()
@@ -266,6 +270,7 @@ class Registration:
             changed.cancel()
 
     def _lose_lease(self) -> None:
+        self._settled.clear()
         self._lease_id = 0
         self._written = None
         self._wanted = replace(self._wanted, incarnation=new_boot_id())

@@ -54,6 +54,7 @@ from services.common.tracing import TracingConfig
 log = logging.getLogger(__name__)
 
 _STOP_GRACE_S: Final = 1.0
+_REGISTER_WAIT_S: Final = 5.0
 _TELEMETRY_FLUSH_S: Final = 3.0
 
 
@@ -244,8 +245,19 @@ class Runtime(Generic[ConfigT]):
         await build(self)
         await self.server.start()
         await self.set_ready(True)
+        await self._wait_registered()
         self._write_ready_file()
         log.info("serving", extra={"address": self.address})
+
+    async def _wait_registered(self) -> None:
+        """Waits until peers can find this instance, but not for a store that is away: those who
+        know the address are served all the same."""
+        assert self._registration is not None
+        try:
+            async with asyncio.timeout(_REGISTER_WAIT_S):
+                await self._registration.wait_registered()
+        except TimeoutError:
+            log.warning("serving without being registered: the store is away")
 
     async def set_ready(self, ready: bool) -> None:
         """Turns readiness on or off everywhere: /readyz, gRPC health, registration."""

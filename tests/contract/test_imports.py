@@ -112,6 +112,8 @@ def is_engine_core(path: Path) -> bool:
     persisting), which are made of messages.
     """
     parts = path.relative_to(SERVICES / "engine").parts
+    if parts == ("sim", "prompt.py"):
+        return False  # makes a whole hand-off, message included, for examples and conformance
     return parts[0] in {"model", "sim"} or parts[-1] in ENGINE_CORES
 
 

@@ -255,3 +255,19 @@ def test_backoff_doubles_up_to_its_bound_and_starts_again() -> None:
     assert [backoff.next_s() for _ in range(4)] == [0.5, 1.0, 2.0, 2.0]
     backoff.reset()
     assert backoff.next_s() == 0.5
+
+
+async def test_waiting_for_the_registration_means_as_it_should_be_now() -> None:
+    async with cluster(member()) as (clock, store, _, regs):
+        (reg,) = regs
+        store.set_down(True)
+        reg.update(capacity={"n": 1})
+        waiting = asyncio.ensure_future(reg.wait_registered())
+        await clock.advance(5)
+        assert not waiting.done()
+        store.set_down(False)
+        await clock.advance(3)
+        await asyncio.wait_for(waiting, 30)
+        item = await store.get(KEYS.member("decode", "decode-1"))
+        assert item is not None
+        assert parse_member("decode", "decode-1", item.value) == reg.member
