@@ -109,9 +109,7 @@ class EngineChannel:
     async def run(self) -> None:
         """Carries commands and events until the call breaks or the task is cancelled."""
         try:
-            channel = self._channels.get(self.address)
-            await connect(channel)
-            stub = self._stub_cls(channel)
+            stub = self._stub_cls(await connect(self._channels, self.address))
             # The call belongs to all requests: none's deadline or id may travel with it.
             with calling(Call()):
                 async with stream_call(stub.Attach) as stream:

@@ -49,6 +49,7 @@ class EntrypointConfig:
     # Requests.
     default_timeout_s: float = 3600.0
     max_timeout_s: float = 24 * 3600.0
+    codec_wait_s: float = 3.0  # how long a request waits while no codec answers
     leader_wait_s: float = 15.0  # how long a request waits while no balancer leads
     max_attempts: int = 3
     retry_budget_ratio: float = 0.1

@@ -172,7 +172,7 @@ async def build(runtime: Runtime[EntrypointConfig]) -> Parts:
 async def _codec(runtime: Runtime[EntrypointConfig], peers: Peers) -> Codec:
     config = runtime.config
     if config.recipe_mode == "service":
-        return RecipeService(runtime.channels, peers)
+        return RecipeService(runtime.channels, peers, config.codec_wait_s, runtime.clock)
     # Imported here: the service mode needs neither tokenizers nor native code.
     from services.entrypoint.embedded_codec import EmbeddedCodec
 

@@ -17,6 +17,7 @@ from pelagos.recipe.v1 import recipe_pb2_grpc
 from pelagos.so_compiler.v1 import so_compiler_pb2, so_compiler_pb2_grpc
 
 from services.common.call import Call, calling
+from services.common.clock import SYSTEM_CLOCK, Clock
 from services.common.errors import Failure, Reason
 from services.common.membership import ClusterView
 from services.common.rpc_client import Channels, call, stream_call
@@ -25,6 +26,10 @@ from services.entrypoint.connecting import connect
 CHECK_TIMEOUT_S: Final = 0.5  # a slow cache look-up is a miss
 ENCODE_TIMEOUT_S: Final = 30.0
 COMPILE_TIMEOUT_S: Final = 8.0
+# What another instance may answer; everything else is the answer.
+_ASK_ANOTHER: Final = (Reason.BACKEND_LOST, Reason.DRAINING, Reason.NO_INSTANCE)
+_FIRST_CODEC_WAIT_S: Final = 0.02
+_MAX_CODEC_WAIT_S: Final = 0.5
 PREFILL_LB: Final = "prefill-lb"
 
 
@@ -101,9 +106,17 @@ class Codec(Protocol):
 class RecipeService:
     """The codec as a service. Encoding is pure, so a lost instance is asked again elsewhere."""
 
-    def __init__(self, channels: Channels, peers: Peers) -> None:
+    def __init__(
+        self,
+        channels: Channels,
+        peers: Peers,
+        wait_s: float = 3.0,
+        clock: Clock = SYSTEM_CLOCK,
+    ) -> None:
         self._channels = channels
         self._peers = peers
+        self._wait_s = wait_s  # how long a call waits while no codec answers
+        self._clock = clock
         self._failed = ""  # where the last Parse call broke before it gave anything
 
     async def encode(self, request: recipe.EncodeRequest) -> recipe.EncodeResponse:
@@ -131,7 +144,7 @@ class RecipeService:
         if address == self._failed:
             address = next(iter(self._peers.others("recipe", address)), address)
         self._failed = address  # until it has answered
-        await connect(self._channels.get(address))
+        await connect(self._channels, address)
         with calling(Call()):
             async with stream_call(self._stub(address).Parse) as stream:
                 writer = asyncio.ensure_future(_write_batches(stream, next_batch))
@@ -144,16 +157,22 @@ class RecipeService:
                     await asyncio.gather(writer, return_exceptions=True)
 
     async def _call(self, method: str, request: Any) -> Any:
-        first = self._peers.address("recipe")
-        try:
-            return await self._call_at(first, method, request)
-        except Failure as failure:
-            if failure.reason not in (Reason.BACKEND_LOST, Reason.DRAINING):
-                raise
-            others = self._peers.others("recipe", first)
-            if not others:
-                raise
-            return await self._call_at(others[0], method, request)
+        """Asks one instance after another until one answers; waits a little for the first."""
+        failed = ""
+        wait_s = _FIRST_CODEC_WAIT_S
+        give_up_s = self._clock.now_s() + self._wait_s
+        while True:
+            try:
+                address = self._peers.address("recipe")
+                if address == failed:
+                    address = next(iter(self._peers.others("recipe", failed)), failed)
+                failed = address
+                return await self._call_at(address, method, request)
+            except Failure as failure:
+                if failure.reason not in _ASK_ANOTHER or self._clock.now_s() >= give_up_s:
+                    raise
+            await self._clock.sleep(wait_s)
+            wait_s = min(_MAX_CODEC_WAIT_S, 2 * wait_s)
 
     async def _call_at(self, address: str, method: str, request: Any) -> Any:
         stub = self._stub(address)

@@ -517,6 +517,7 @@ async def running_stack(
         "so_compiler_address": address,
         "engine_addresses": tuple(engine.address for engine in prefill),
         "leader_wait_s": 0.5,
+        "codec_wait_s": 0.5,
         "limits": limits or Limits(),
         "runtime": RuntimeConfig(
             drain=DrainTimes(notice_s=0.0, grace_s=10.0, handover_s=1.0),

@@ -226,12 +226,12 @@ async def test_ur_50_a_large_prompt_does_not_stop_the_loop(tmp_path: Path) -> No
                 await asyncio.sleep(0)
 
         counter = asyncio.ensure_future(count())
-        body = b'{"model": "tiny", "messages": [{"role": "user", "content": "' + b"w " * 4_000_000
+        body = b'{"model": "tiny", "messages": [{"role": "user", "content": "' + b"w " * 1_500_000
         response = await stack.client.post("/v1/messages", content=body + b'"}]}')
         done.set()
         await counter
         assert response.status_code == 400  # far over the pool; refused after it was read
-        assert turns > 60  # at least one turn per 128 KiB
+        assert turns > 20  # at least one turn per 128 KiB
 
 
 async def test_ur_49_ready_means_that_an_engine_is_known(tmp_path: Path) -> None:
