@@ -190,6 +190,9 @@ class Meta:
         parent is not stored would be an orphan and is refused.
         """
         old = self.get(key16)
+        if old is not None and old[0] == record.put_id:
+            # The answer to the first try was lost: "exists" would make the writer free its shards.
+            return Commit(CommitOutcome.COMMITTED, old[0])
         if old is not None:
             exact = not record.flags & FLAG_APPROXIMATE
             if not (exact and old[7] & FLAG_APPROXIMATE):

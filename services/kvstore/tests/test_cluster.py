@@ -212,6 +212,17 @@ async def test_the_first_commit_of_a_key_wins_and_the_other_leaves_no_shards(tmp
         assert await c.read([block]) == [True]
 
 
+async def test_a_commit_that_is_sent_again_keeps_its_shards(tmp_path) -> None:
+    """The first answer may be lost; the second try must not read as "somebody else was first"."""
+    async with cluster(tmp_path) as c:
+        block = blocks_of(ROOT, token_ids(1, 128))[0]
+        put = await _shards(c, block)
+        await _write_some(c, put, 12)
+        await _commit(c, put)
+        await _commit(c, put)
+        assert await c.read([block]) == [True]
+
+
 async def test_ur_40_a_writer_that_dies_halfway_blocks_nobody(tmp_path) -> None:
     async with cluster(tmp_path) as c:
         block = blocks_of(ROOT, token_ids(1, 128))[0]
