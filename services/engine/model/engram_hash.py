@@ -122,6 +122,20 @@ class EngramHash:
             safe = np.where(inside, at, 0)
             visible = visible & inside & ~is_image[safe]
             shifted[back] = np.where(visible, mapped[safe], self._pad)
+        return self._hash(shifted)
+
+    def rows_of_shifted(self, shifted: Int64) -> list[Int64]:
+        """Returns per layer the row ids of packed rows, [n, (order-1)*heads] int64.
+
+        `shifted` [order, n] int64: each row's id, the id before it, and so on; negative where
+        there is none or an image, which hides everything older too.
+        """
+        visible = np.logical_and.accumulate(shifted >= 0, axis=0)
+        ids = np.where(visible, shifted, 0)
+        mapped = ids if self._token_map is None else self._token_map[ids]
+        return self._hash(np.where(visible, mapped, self._pad))
+
+    def _hash(self, shifted: Int64) -> list[Int64]:
         result = []
         for mult, primes, starts in self._layers:
             with np.errstate(over="ignore"):

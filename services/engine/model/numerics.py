@@ -57,7 +57,7 @@ class Numerics:
         return torch.cat(out)[:rows] if out else x.new_empty(0, weight.shape[0])
 
     def linear(self, x: Tensor, weight: Weight) -> Tensor:
-        """Returns the linear in the activation type, operands quantised where they are stored so."""
+        """Returns the linear in the activation type, operands quantised as they are stored."""
         if not self.native:
             return self.project(x, weight.data)
         wide = fake_quant(x) if weight.fp8 else x.float()
