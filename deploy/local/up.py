@@ -42,7 +42,7 @@ class UpConfig(StackConfig):
     """The stack, and what only the command needs."""
 
     http_port: int = DEFAULT_HTTP_PORT
-    model: str = "deepseek-v4.1-flash"
+    model: str = "DeepSeek-V4.1-Flash"
     exit_when_ready: bool = False  # start, print, stop: a smoke test
 
 

@@ -135,7 +135,7 @@ class Election:
 
     async def resign(self) -> None:
         """Gives leadership up at once, so that a standby need not wait for the lease."""
-        self._lose()
+        self._lose(logging.INFO)
         lease_id, self._lease_id = self._lease_id, 0
         if lease_id:
             with suppress(StoreUnavailable, LeaseLost, TimeoutError):
@@ -213,9 +213,10 @@ class Election:
         log.info("leadership won", extra={"leads": self._service, "term": term})
         self._notify(True)
 
-    def _lose(self) -> None:
+    def _lose(self, level: int = logging.WARNING) -> None:
         if self._term:
-            log.warning("leadership ended", extra={"leads": self._service, "term": self._term})
+            extra = {"leads": self._service, "term": self._term}
+            log.log(level, "leadership ended", extra=extra)
             self._term = 0
             self._notify(False)
 

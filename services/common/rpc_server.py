@@ -242,7 +242,7 @@ class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         behaviour: Any
         if handler.response_streaming:
             inner = handler.stream_stream if handler.request_streaming else handler.unary_stream
-            behaviour = self._stream(method, inner)
+            behaviour = self._stream(method, inner, traced=not handler.request_streaming)
             make = (
                 grpc.stream_stream_rpc_method_handler
                 if handler.request_streaming
@@ -300,13 +300,22 @@ class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
 
         return handle
 
-    def _stream(self, method: str, inner: Any) -> Any:
+    def _stream(self, method: str, inner: Any, traced: bool) -> Any:
+        """Wraps a streaming method. One span, when the call belongs to a trace, around a stream
+        that answers one request; streams that both sides write carry many requests."""
         succeeded, _ = self._instruments.of(method)
 
         async def handle(request: Any, context: grpc.aio.ServicerContext) -> AsyncIterator[Any]:
             self.num_calls += 1
+            span: Any = None
             try:
-                self._enter(method, context)
+                call = self._enter(method, context)
+                if traced and call.traceparent and tracing.enabled():
+                    span = tracing.start_span(
+                        method[1:], traceparent=call.traceparent, kind="server"
+                    )
+                    own = tracing.traceparent_of(span)
+                    set_current_call(replace(call, traceparent=own))
                 responses = inner(request, context)
                 if hasattr(responses, "__aiter__"):
                     # aclosing: a reader that leaves early must reach the handler's finally now,
@@ -320,8 +329,12 @@ class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
             except GeneratorExit:
                 raise
             except BaseException as error:
+                if span is not None:
+                    tracing.mark_failed(span, error)
                 await self._fail(method, error, context)
             finally:
+                if span is not None:
+                    span.end()
                 self.num_calls -= 1
 
         return handle

@@ -150,9 +150,7 @@ def span(
     try:
         yield opened
     except BaseException as error:
-        # The type only: a text could hold what the caller sent (S-09).
-        opened.set_status(trace.Status(trace.StatusCode.ERROR, type(error).__name__))
-        opened.set_attribute("error.type", _error_type(error))
+        mark_failed(opened, error)
         raise
     finally:
         otel_context.detach(token)
@@ -182,6 +180,12 @@ def start_span(
     return _Switch.tracer.start_span(
         name, context=parent, kind=_KINDS[kind], attributes=facts, start_time=start_time_ns
     )
+
+
+def mark_failed(span_: trace.Span, error: BaseException) -> None:
+    """Gives a span the error's type or reason; its text could hold what the caller sent (S-09)."""
+    span_.set_status(trace.Status(trace.StatusCode.ERROR, type(error).__name__))
+    span_.set_attribute("error.type", _error_type(error))
 
 
 def current_traceparent() -> str:

@@ -234,6 +234,35 @@ async def test_id_tenant_and_trace_go_along_with_every_call(world: World) -> Non
     assert current_call() == Call()
 
 
+async def test_a_stream_that_answers_one_request_has_a_span_and_a_shared_one_has_none(
+    world: World,
+) -> None:
+    with tracing.in_memory() as exporter:
+        with calling(Call("req-7")), tracing.span("outer") as outer:
+            async with stream_call(world.stub.Down, b"x", timeout_s=20) as stream:
+                assert await stream.read() == b"x"
+            await asyncio.wait_for(world.echo.ended.wait(), 30)
+            async with stream_call(world.stub.Both, timeout_s=20) as stream:
+                await stream.write(b"x")
+                assert await stream.read() == b"x"
+            async with stream_call(world.stub.Down, b"fail", timeout_s=20) as stream:
+                await failure_of(read_all(stream))
+        async with stream_call(world.stub.Down, b"x", timeout_s=20) as stream:
+            assert await stream.read() == b"x"  # outside of any trace
+        async with asyncio.timeout(30):
+            while True:
+                spans = exporter.get_finished_spans()
+                if len(spans) >= 3:
+                    break
+                await asyncio.sleep(0.01)
+    down = [span for span in spans if span.name == f"{SERVICE}/Down"]
+    assert len(down) == 2
+    assert len(spans) == 3
+    assert all(span.parent.span_id == outer.get_span_context().span_id for span in down)
+    reasons = [(span.attributes or {}).get("error.type") for span in down]
+    assert "ENGINE_FULL" in reasons
+
+
 async def test_p_05_the_deadline_shrinks_on_its_way(world: World) -> None:
     with calling(Call("r").with_timeout(10)) as outer:
         await call(world.stub.Unary, b"x", margin_s=2.0, timeout_s=60)
