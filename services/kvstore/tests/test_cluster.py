@@ -58,7 +58,8 @@ async def test_three_nodes_away_make_misses_that_heal_when_one_returns(tmp_path)
         assert not (await c.store.put(refused)).is_stored
         await c.start(5)
         await c.settled()
-        assert all(await c.read(written))
+        while not all(await c.read(written)):  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
 
 
 async def test_ur_45_all_nodes_restart_and_everything_is_there(tmp_path) -> None:
