@@ -19,6 +19,7 @@ from typing import Protocol
 
 from pelagos.engine.v1 import kv_transfer_pb2, records_pb2
 
+from services.common import tracing
 from services.common.clock import SYSTEM_CLOCK, Clock
 from services.common.errors import Failure, Reason
 from services.decode import drain as drain_core
@@ -400,6 +401,11 @@ class DecodeEngine:
         del self._held[held.reservation_id]
         self.transfers.forget(incoming)
         sequence.stream.accepted(held.rank.rank, self.identity.instance_id)
+        sequence.span = tracing.start_span(
+            "decode.request",
+            {tracing.REQUEST_ID: key.request_id, "num_tokens": len(sequence.tokens)},
+            traceparent=record.spec.traceparent,
+        )
         self._sequences[key.stream] = (held.rank, sequence)
         self._on_drain(drain_core.Started(_name(key)))
         held.rank.add(sequence)
@@ -506,6 +512,9 @@ class DecodeEngine:
 
     def _released(self, rank: DecodeRank, sequence: Sequence) -> None:
         """Last moment of a sequence on the device: its window goes to this machine's pool."""
+        if sequence.span is not None:
+            sequence.span.set_attribute("output_tokens", sequence.usage.output_tokens)
+            sequence.span.end()
         if self._sequences.get(sequence.key.stream) == (rank, sequence):
             del self._sequences[sequence.key.stream]
         if sequence.copy is not None and self._may_store(sequence):

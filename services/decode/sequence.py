@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from typing import Any
 
 from pelagos.engine.v1 import records_pb2 as pb
 
@@ -45,6 +46,7 @@ class Sequence:
     in_reasoning: bool = False
     finished: bool = False  # leaves the running set at the next schedule
     paused: bool = False  # being exported: not scheduled
+    span: Any = None
     released: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property

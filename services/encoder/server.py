@@ -8,6 +8,8 @@ from typing import Any
 
 from pelagos.encoder.v1 import encoder_pb2 as pb
 
+from services.common import tracing
+from services.common.call import current_call
 from services.common.errors import Failure, Reason
 from services.common.rpc_errors import to_proto
 from services.encoder.engine import EncoderEngine
@@ -68,9 +70,15 @@ class EncoderServicer:
     async def _encode(self, request: pb.EncodeRequest) -> list[pb.EncodeResponse]:
         engine = self._engine
         try:
-            encoded = await engine.encode(
-                request.width, request.height, request.data, request.digest, request.tenant
-            )
+            with tracing.span(
+                "encoder.encode",
+                {tracing.REQUEST_ID: request.request_id},
+                traceparent=current_call().traceparent,
+                kind="server",
+            ):
+                encoded = await engine.encode(
+                    request.width, request.height, request.data, request.digest, request.tenant
+                )
         except Failure as failure:
             return [pb.EncodeResponse(item_id=request.item_id, error=to_proto(failure))]
         geometry = geometry_to_proto(encoded.plan)

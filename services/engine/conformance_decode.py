@@ -114,7 +114,7 @@ async def _reserving_is_idempotent(target: Target) -> None:
 async def _leases_lapse(target: Target) -> None:
     engine = _Decode(target)
     before = sum(rank.blocks_free for rank in await target.loads())
-    held = await engine.reserve(engine.key("lapse"), lease_ms=100)
+    held = await engine.reserve(engine.key("lapse"), lease_ms=2000)
     after = sum(rank.blocks_free for rank in await target.loads())
     require(after < before, "a reservation holds no blocks")
     for _ in range(200):

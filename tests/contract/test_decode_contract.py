@@ -190,7 +190,7 @@ async def test_a_full_engine_says_when_to_come_back(subject):
 
 
 async def test_a_lease_can_be_renewed_and_lapses_without(subject):
-    held = await subject.reserve(RequestKey("r"), lease_ms=50)
+    held = await subject.reserve(RequestKey("r"), lease_ms=30_000)
     assert await subject.client.renew(subject.address, held.reservation_id, 60_000) == 60.0
     await subject.client.renew(subject.address, held.reservation_id, 50)
     await subject.idle()

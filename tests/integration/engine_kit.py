@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import random
 from array import array
 from collections.abc import AsyncIterator
@@ -60,6 +62,33 @@ class Engine:
             if task.get_name() == "engine":
                 task.cancel()
         await self.stack.aclose()
+
+
+class Gate:
+    """Holds engines' steps, so that a test decides what happens before the next one.
+
+    `after`: how many decode steps of each engine pass before the gate.
+    """
+
+    def __init__(self, *engines: Engine, after: int = 0) -> None:
+        self._opened = asyncio.Event()
+        for engine in engines:
+            for rank in engine.core.ranks:
+                rank.runner.result = self._held(rank.runner.result, after)
+                rank.runner.prefill = self._held(rank.runner.prefill, 0)
+
+    def _held(self, wait: Any, after: int) -> Any:
+        passed = itertools.count()
+
+        async def held(what: Any) -> Any:
+            if next(passed) >= after:
+                await self._opened.wait()
+            return await wait(what)
+
+        return held
+
+    def open(self) -> None:
+        self._opened.set()
 
 
 @dataclass

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from contextlib import asynccontextmanager
-from dataclasses import replace
 
 import jsonschema
 import pytest
@@ -21,6 +20,7 @@ from services.engine.grammar import _tokenizer
 from services.engine.keys import chain
 from services.engine.requests import RequestKey
 from services.engine.sim.tokens import Script
+from services.engine.streams import StreamLimits
 from services.lb.prefill.client import PrefillLbClient, leader_of, place
 from services.lb.prefill.config import PrefillLbConfig
 from services.lb.prefill.main import build as build_prefill_lb
@@ -28,7 +28,16 @@ from services.prefill.client import PrefillClient
 from services.so_compiler.client import SoCompilerClient
 from services.so_compiler.config import SoCompilerConfig
 from services.so_compiler.main import build as build_so_compiler
-from tests.integration.engine_kit import ROOT, Answer, Cluster, ask, cluster, prompt_ids, spec
+from tests.integration.engine_kit import (
+    ROOT,
+    Answer,
+    Cluster,
+    Gate,
+    ask,
+    cluster,
+    prompt_ids,
+    spec,
+)
 
 
 async def eventually(condition, what):
@@ -138,7 +147,7 @@ async def test_scripted_answers_come_with_their_log_probabilities(tmp_path):
 
 
 async def read_until_killed(found: Cluster, moved, answer: Answer) -> Failure:
-    """Follows a moved request and kills its engine after a few tokens; returns what it saw."""
+    """Follows a moved request and kills its engine after some tokens; returns what it saw."""
     owner = next(e for e in found.decodes if e.runtime.instance_id == moved.instance_id)
     key = RequestKey("r", 0, moved.epoch, 0)
     try:
@@ -148,7 +157,7 @@ async def read_until_killed(found: Cluster, moved, answer: Answer) -> Failure:
         ):
             async for event in stream:
                 answer.take(event)
-                if len(answer.token_ids) > 5 and owner in found.decodes:
+                if len(answer.token_ids) > 2 and owner in found.decodes:
                     found.decodes.remove(owner)
                     await owner.kill()
     except Failure as failure:
@@ -158,9 +167,10 @@ async def read_until_killed(found: Cluster, moved, answer: Answer) -> Failure:
 
 async def test_p_03_a_killed_decode_is_survived_by_prompt_plus_delivered_tokens(tmp_path):
     ids = prompt_ids(90)
-    async with cluster(tmp_path, decodes=2, sim={"time_scale": 0.3}) as found:
+    async with cluster(tmp_path, decodes=2) as found:
         reference = (await ask(found, spec("ref", ids, max_tokens=200))).token_ids
-        answer = Answer()
+        await nothing_held(found)
+        gate, answer = Gate(*found.decodes, after=3), Answer()
         async with PrefillClient(found.channels).run(
             found.prefills[0].address, spec("r", ids, max_tokens=200)
         ) as events:
@@ -168,6 +178,7 @@ async def test_p_03_a_killed_decode_is_survived_by_prompt_plus_delivered_tokens(
                 answer.take(event)
         failure = await read_until_killed(found, answer.moves[0], answer)
         assert failure.reason is Reason.BACKEND_LOST
+        gate.open()
         delivered = answer.token_ids
         assert delivered == reference[: len(delivered)]
         again = ids[:]
@@ -192,22 +203,36 @@ async def test_p_02_a_decode_that_dies_before_the_hand_off_is_replaced_unseen(tm
         await nothing_held(found)
 
 
+async def move_while_running(found: Cluster, request: pb.RequestSpec) -> Answer:
+    """Runs a request and moves it to the other decode engine in the middle of its steps."""
+    gate = Gate(*found.decodes)
+    task = asyncio.create_task(ask(found, request))
+    first, second = found.decodes
+    await eventually(lambda: first.core.num_running + second.core.num_running, "a start")
+    source, target = (first, second) if first.core.num_running else (second, first)
+    (_, sequence) = source.core.find(RequestKey(request.key.request_id))
+    export = asyncio.create_task(
+        DecodeClient(found.channels).export(
+            source.address, RequestKey(request.key.request_id), target.address
+        )
+    )
+    await eventually(lambda: sequence.paused, "a pause")
+    gate.open()
+    moved = await export
+    assert moved is not None
+    assert source.core.num_moved == 1
+    answer = await task
+    assert len(answer.moves) == 2
+    return answer
+
+
 async def test_t8_a_moved_request_goes_on_with_the_same_tokens(tmp_path):
     ids = prompt_ids(70)
-    async with cluster(tmp_path, decodes=2, sim={"time_scale": 0.3}) as found:
+    async with cluster(tmp_path, decodes=2) as found:
         reference = (await ask(found, spec("ref", ids, max_tokens=400))).token_ids
         await nothing_held(found)
-        task = asyncio.create_task(ask(found, spec("r", ids, max_tokens=400)))
-        first, second = found.decodes
-        await eventually(lambda: first.core.num_running + second.core.num_running, "a start")
-        source, target = (first, second) if first.core.num_running else (second, first)
-        client = DecodeClient(found.channels)
-        moved = await client.export(source.address, RequestKey("r"), target.address)
-        assert moved is not None
-        answer = await task
+        answer = await move_while_running(found, spec("r", ids, max_tokens=400))
         assert answer.token_ids == reference
-        assert len(answer.moves) == 2
-        assert source.core.num_moved == 1
         await nothing_held(found)
 
 
@@ -216,31 +241,43 @@ async def test_an_export_that_nobody_takes_leaves_the_request_where_it_was(tmp_p
     async with cluster(tmp_path) as found:
         reference = (await ask(found, spec("ref", ids, max_tokens=300))).token_ids
         await nothing_held(found)
+        gate = Gate(*found.decodes)
         task = asyncio.create_task(ask(found, spec("r", ids, max_tokens=300)))
-        await eventually(lambda: found.decodes[0].core.num_running, "a start")
-        with pytest.raises(Failure):
-            await DecodeClient(found.channels).export(
+        core = found.decodes[0].core
+        await eventually(lambda: core.num_running, "a start")
+        (_, sequence) = core.find(RequestKey("r"))
+        export = asyncio.create_task(
+            DecodeClient(found.channels).export(
                 found.decodes[0].address, RequestKey("r"), "127.0.0.1:1"
             )
+        )
+        await eventually(lambda: sequence.paused, "a pause")
+        gate.open()
+        with pytest.raises(Failure):
+            await export
         assert (await task).token_ids == reference
 
 
 async def test_p_04_t20_a_drained_decode_hands_everything_over_with_its_kv(tmp_path):
-    async with cluster(tmp_path, decodes=2, sim={"time_scale": 0.05}) as found:
+    async with cluster(tmp_path, decodes=2) as found:
         prompts = {f"r{i}": prompt_ids(40 + 3 * i, seed=i) for i in range(8)}
         references = {
             name: (await ask(found, spec(f"ref-{name}", ids, max_tokens=200))).token_ids
             for name, ids in prompts.items()
         }
         await nothing_held(found)
+        gate = Gate(*found.decodes)
         tasks = {
             name: asyncio.create_task(ask(found, spec(name, ids, max_tokens=200)))
             for name, ids in prompts.items()
         }
-        leaving = found.decodes[0]
-        await eventually(lambda: leaving.core.num_running >= 2, "requests on the leaving engine")
+        leaving, other = found.decodes
+        await eventually(
+            lambda: leaving.core.num_running + other.core.num_running == 8, "eight requests"
+        )
         await leaving.runtime.set_ready(False)
-        leaving.core.start_drain(0.0, 20.0, migrate=True)
+        leaving.core.start_drain(0.0, 60.0, migrate=True)
+        gate.open()
         await leaving.core.stopped.wait()
         for name, task in tasks.items():
             answer = await task
@@ -252,11 +289,13 @@ async def test_p_04_t20_a_drained_decode_hands_everything_over_with_its_kv(tmp_p
 
 
 async def test_without_another_engine_a_drain_gives_requests_back_as_resumable(tmp_path):
-    async with cluster(tmp_path, sim={"time_scale": 0.2}) as found:
+    async with cluster(tmp_path) as found:
+        gate = Gate(*found.decodes)
         task = asyncio.create_task(ask(found, spec("r", prompt_ids(40), max_tokens=900)))
         engine = found.decodes[0].core
         await eventually(lambda: engine.num_running, "a start")
-        engine.start_drain(0.0, 5.0, migrate=False)
+        engine.start_drain(0.0, 60.0, migrate=False)
+        gate.open()
         await engine.stopped.wait()
         answer = await task
         assert answer.event.finished.reason == pb.FINISH_REASON_PREEMPTED_RESUMABLE
@@ -268,10 +307,9 @@ async def test_without_another_engine_a_drain_gives_requests_back_as_resumable(t
 async def test_2_5_a_full_pool_moves_the_longest_output_to_another_engine(tmp_path):
     """25 blocks of 16 positions: three sequences of 60 + 120 come to need 36."""
     ids = [prompt_ids(60, seed=i) for i in range(3)]
-    async with cluster(
-        tmp_path, decodes=2, decode={"num_blocks": 26, "admit_below": 1.0}, sim={"time_scale": 1.0}
-    ) as found:
+    async with cluster(tmp_path, decodes=2, decode={"num_blocks": 26, "admit_below": 1.0}) as found:
         full, other = (engine.core for engine in found.decodes)
+        gate = Gate(found.decodes[0])
         other.refusing = True  # until all three run on the first one
         tasks = []
         for index in range(3):
@@ -279,6 +317,7 @@ async def test_2_5_a_full_pool_moves_the_longest_output_to_another_engine(tmp_pa
             tasks.append(asyncio.create_task(ask(found, request)))
             await eventually(lambda n=index: full.num_running > n, "a start")
         other.refusing = False
+        gate.open()
         answers = await asyncio.gather(*tasks)
         assert full.ranks[0].counts.preempted > 0
         assert full.num_moved > 0
@@ -297,7 +336,8 @@ async def test_2_5_a_preempted_request_resumes_with_the_same_tokens(tmp_path):
             for i, p in enumerate(ids)
         ]
     small = {"num_blocks": 26, "preempt": "requeue", "admit_below": 1.0}
-    async with cluster(tmp_path, decode=small, sim={"time_scale": 1.0}) as found:
+    async with cluster(tmp_path, decode=small) as found:
+        gate = Gate(*found.decodes)
 
         async def persistent(index):
             """What the entrypoint does: prompt plus output again, until it ends for good."""
@@ -321,6 +361,7 @@ async def test_2_5_a_preempted_request_resumes_with_the_same_tokens(tmp_path):
         for index in range(3):
             tasks.append(asyncio.create_task(persistent(index)))
             await eventually(lambda n=index: core.num_running > n, "a start")
+        gate.open()
         results = await asyncio.gather(*tasks)
         assert [said for said, _ in results] == references
         assert sum(attempts for _, attempts in results) > 3, "nobody was preempted"
@@ -479,30 +520,32 @@ async def test_p_06_t9_random_cancels_give_everything_back(tmp_path, seed):
 
 
 async def test_ur_28_an_abort_in_the_middle_of_a_long_prompt_stops_it(tmp_path):
-    async with cluster(tmp_path, sim={"time_scale": 5.0}) as found:
-        core = found.prefills[0].core
+    async with cluster(tmp_path, prefill={"max_batched_tokens": 512}) as found:
+        core, gate = found.prefills[0].core, Gate(found.prefills[0])
         task = asyncio.create_task(ask(found, spec("long", prompt_ids(3000))))
         await eventually(lambda: core.num_blocks_used, "a running prompt")
         task.cancel()
+        await eventually(lambda: core.counts.aborted == 1, "the abort, while the step runs")
+        gate.open()
         await nothing_held(found)
-        assert core.ranks[0].counts.computed_tokens < 3000
+        assert core.ranks[0].counts.computed_tokens == 0
 
 
 async def test_ur_61_an_expired_request_computes_nothing_and_fails_by_its_deadline(tmp_path):
-    async with cluster(tmp_path, sim={"time_scale": 3.0}) as found:
-        core = found.prefills[0].core
-        blocker = asyncio.create_task(ask(found, spec("blocker", prompt_ids(3000))))
+    async with cluster(tmp_path) as found:
+        core, gate = found.prefills[0].core, Gate(found.prefills[0])
+        blocker = asyncio.create_task(ask(found, spec("blocker", prompt_ids(3000), max_tokens=1)))
         await eventually(lambda: core.num_blocks_used, "a busy engine")
         late = spec("late", prompt_ids(200))
-        late.deadline_unix_ms = int(1e3 * found.prefills[0].runtime.clock.wall_s()) + 30
-        answer = await ask(found, late)
-        assert answer.end == "failed"
-        assert answer.event.failed.reason == errors_pb2.REASON_DEADLINE
-        assert answer.token_ids == []
-        blocker.cancel()
-        await asyncio.gather(blocker, return_exceptions=True)
+        late.deadline_unix_ms = int(1e3 * found.prefills[0].runtime.clock.wall_s()) + 300
+        stream = core.submit(late).stream
+        await eventually(lambda: stream.has_ended, "its end, while the step of another runs")
+        gate.open()
+        assert stream.end_event.failed.reason == errors_pb2.REASON_DEADLINE
+        assert stream.next_index == 0
+        await blocker
         await nothing_held(found)
-        assert core.ranks[0].counts.computed_tokens <= 3000
+        assert core.ranks[0].counts.computed_tokens == 3000
 
 
 async def test_ur_59_a_request_that_cannot_fit_decode_at_its_end_is_refused_with_a_reason(tmp_path):
@@ -545,14 +588,16 @@ async def test_p_07_bad_requests_are_refused_at_intake_and_hurt_nobody(tmp_path,
 
 
 async def test_a_second_run_of_the_same_attempt_conflicts_and_a_newer_one_takes_over(tmp_path):
-    async with cluster(tmp_path, sim={"time_scale": 1.0}) as found:
-        core = found.prefills[0].core
+    async with cluster(tmp_path) as found:
+        core, gate = found.prefills[0].core, Gate(found.prefills[0])
         first = asyncio.create_task(ask(found, spec("r", prompt_ids(2000))))
         await eventually(lambda: core.num_requests, "the first attempt")
         with pytest.raises(Failure) as failure:
             await ask(found, spec("r", prompt_ids(2000)))
         assert failure.value.reason is Reason.CONFLICT
         second = asyncio.create_task(ask(found, spec("r", prompt_ids(30), attempt=1)))
+        await eventually(lambda: core.counts.received == 2, "the second attempt")
+        gate.open()
         answer = await first
         assert answer.event.finished.reason == pb.FINISH_REASON_ABORT
         answer = await second
@@ -596,8 +641,9 @@ async def test_work_is_pulled_from_the_balancer_and_followed_over_one_channel(tm
         assert sum(taken) == 12
 
 
-async def test_one_channel_carries_many_requests_a_step_in_one_message(tmp_path):
-    async with cluster(tmp_path) as found:
+async def test_one_channel_carries_many_requests(tmp_path):
+    kept = StreamLimits(keep_ended_s=120)
+    async with cluster(tmp_path, decode={"streams": kept}) as found:
         client = PrefillClient(found.channels)
         moves = {}
         for number in range(10):
@@ -626,19 +672,19 @@ async def test_one_channel_carries_many_requests_a_step_in_one_message(tmp_path)
 
 
 async def test_a_request_nobody_reads_is_let_go(tmp_path):
-    limits = {"reader_timeout_s": 0.3}
-    async with cluster(tmp_path, sim={"time_scale": 0.2}) as found:
-        config = found.decode_config
-        streams = replace(config.streams, **limits)
-        engine = await found.add_decode(streams=streams)
-        await found.decodes[0].kill()
-        found.decodes = [engine]
+    limits = StreamLimits(reader_timeout_s=0.3)
+    async with cluster(tmp_path, decode={"streams": limits}) as found:
+        core, gate = found.decodes[0].core, Gate(found.decodes[0])
         async with PrefillClient(found.channels).run(
             found.prefills[0].address, spec("r", prompt_ids(40), max_tokens=2000)
         ) as events:
             async for _ in events:
                 pass
-        await eventually(lambda: engine.core.num_running, "a running request")
+        assert core.num_running == 1
+        stream = core.hub.find(RequestKey("r"))
+        await eventually(lambda: stream.has_ended, "the abort")
+        gate.open()
+        assert stream.end_event.finished.reason == pb.FINISH_REASON_ABORT
         await nothing_held(found)
 
 
@@ -777,7 +823,7 @@ async def test_ur_69_a_matcher_that_breaks_ends_its_request_alone(tmp_path):
 
 async def test_5_5_a_moved_request_keeps_its_constraint(tmp_path):
     async with (
-        cluster(tmp_path, decodes=2, sim={"stop_every": 6, "time_scale": 2.0}) as found,
+        cluster(tmp_path, decodes=2, sim={"stop_every": 6}) as found,
         with_compiler(found) as compile_schema,
     ):
         many = {"type": "array", "items": {"type": "boolean"}, "minItems": 90, "maxItems": 90}
@@ -790,12 +836,6 @@ async def test_5_5_a_moved_request_keeps_its_constraint(tmp_path):
 
         reference = await ask(found, request("ref"))
         await nothing_held(found)
-        task = asyncio.create_task(ask(found, request("r")))
-        first, second = found.decodes
-        await eventually(lambda: first.core.num_running + second.core.num_running, "a start")
-        source, target = (first, second) if first.core.num_running else (second, first)
-        await DecodeClient(found.channels).export(source.address, RequestKey("r"), target.address)
-        answer = await task
+        answer = await move_while_running(found, request("r"))
         assert answer.token_ids == reference.token_ids
         assert len(json.loads(text_of(found, answer.token_ids))) == 90
-        assert len(answer.moves) == 2

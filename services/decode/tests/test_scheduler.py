@@ -91,7 +91,7 @@ def test_a_lone_sequence_without_room_is_its_own_victim():
     assert batch.seq_ids == []
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(
     seqs=st.lists(st.tuples(st.integers(1, 900), st.integers(0, 300), st.booleans()), max_size=12),
     free=st.integers(0, 6),

@@ -98,7 +98,7 @@ def device_split(budget, survivals):
     return rows
 
 
-@settings(max_examples=400)
+@settings(max_examples=150)
 @given(batches, st.integers(0, 60))
 def test_t13_the_split_is_exact_a_prefix_and_equal_to_the_devices(batch, extra):
     survivals = [survival(row) for row in batch]
@@ -144,7 +144,7 @@ def test_t13_raising_a_confidence_never_lowers_that_sequences_rows(batch, i, j, 
     assert split_budget(budget, [survival(row) for row in raised], G)[i] >= before
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(batches)
 def test_the_budget_is_the_first_best_of_all(batch):
     survivals = [survival(row) for row in batch]

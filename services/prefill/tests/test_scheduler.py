@@ -180,7 +180,7 @@ def test_a_chunk_never_ends_inside_an_image():
     assert cut_for_images(100, 50, image, room=60, may_extend=True) == 50
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(
     prompts=st.lists(st.tuples(st.integers(1, 3000), st.integers(0, 400)), min_size=1, max_size=8),
     budget_us=st.integers(1, 20_000),
