@@ -28,6 +28,7 @@ from services.common.rpc_errors import from_proto
 from services.entrypoint import retry
 from services.entrypoint.attach import EngineHub, EngineKind, Subscription
 from services.entrypoint.catalog import Profile
+from services.entrypoint.client_left import as_ours
 from services.entrypoint.neighbours import Check
 from services.entrypoint.token_stream import (
     Broken,
@@ -35,6 +36,7 @@ from services.entrypoint.token_stream import (
     Ended,
     Follow,
     TokenStream,
+    first_epoch,
 )
 from services.lb.prefill.client import Assignment, PrefillQueue, Queued
 
@@ -128,7 +130,7 @@ class Generation:
         self._job = job
         self._sink = sink
         self._grammar = grammar
-        self.stream = TokenStream()
+        self.stream = TokenStream(epoch=first_epoch(engines.clock.wall_s()))
         self.hit = records.CacheHit()
         self._namespace = records.Namespace()
         self._subscription: Subscription | None = None
@@ -146,7 +148,8 @@ class Generation:
         while True:
             try:
                 return await self._attempt()
-            except Failure as failure:
+            except Failure as error:
+                failure = as_ours(error)
                 decision = retry.decide(
                     failure,
                     attempt=self.stream.attempt,
@@ -302,11 +305,12 @@ class Generation:
                             self._sink.on_stage("queued")
                 # Sent to match again: another request has computed our prefix meanwhile.
                 await self._match(prompt, spec)
-            except Failure as failure:
+            except Failure as error:
+                failure = as_ours(error)
                 now_s = engines.clock.now_s()
                 give_up_s = give_up_s or now_s + engines.leader_wait_s
                 if failure.reason not in _NO_LEADER or now_s >= give_up_s:
-                    raise
+                    raise failure from None
                 await engines.clock.sleep(engines.rng.uniform(0.0, wait_s))
                 wait_s = min(_MAX_LEADER_WAIT_S, 2 * wait_s)
 

@@ -29,6 +29,7 @@ from services.entrypoint.api.dialect import HTTP_STATUS_KEY, Headers, error_resp
 from services.entrypoint.api.messages import COUNT_TOKENS_PATHS
 from services.entrypoint.api.messages import DIALECT as MESSAGES
 from services.entrypoint.auth import SCOPE_EXPLAIN, SCOPE_INFERENCE, Identity, bearer_key
+from services.entrypoint.client_left import ClientLeft
 from services.entrypoint.generation import settle
 from services.entrypoint.http_body import Body, ClientGone, read_body
 from services.entrypoint.key_store import KeyStore
@@ -201,7 +202,7 @@ class _Run:
         try:
             return await read_body(scope, receive, self._dialect, limits, self._front.clock)
         except ClientGone:
-            raise Failure(Reason.CLIENT_CANCELLED, "the client has left") from None
+            raise ClientLeft("the client has left") from None
         finally:
             self._body_read.set()
 

@@ -21,6 +21,7 @@ from services.common.clock import SYSTEM_CLOCK, Clock
 from services.common.errors import Failure, Reason
 from services.common.membership import ClusterView
 from services.common.rpc_client import Channels, call, stream_call
+from services.entrypoint.client_left import as_ours
 from services.entrypoint.connecting import connect
 
 CHECK_TIMEOUT_S: Final = 0.5  # a slow cache look-up is a miss
@@ -168,9 +169,10 @@ class RecipeService:
                     address = next(iter(self._peers.others("recipe", failed)), failed)
                 failed = address
                 return await self._call_at(address, method, request)
-            except Failure as failure:
+            except Failure as error:
+                failure = as_ours(error)
                 if failure.reason not in _ASK_ANOTHER or self._clock.now_s() >= give_up_s:
-                    raise
+                    raise failure from None
             await self._clock.sleep(wait_s)
             wait_s = min(_MAX_CODEC_WAIT_S, 2 * wait_s)
 
@@ -242,10 +244,11 @@ class CompilerService:
         address = self._peers.address("so-compiler")
         try:
             return await self._compile_at(address, request), address
-        except Failure as failure:
+        except Failure as error:
+            failure = as_ours(error)
             others = self._peers.others("so-compiler", address)
             if failure.reason not in (Reason.BACKEND_LOST, Reason.DRAINING) or not others:
-                raise
+                raise failure from None
             return await self._compile_at(others[0], request), others[0]
 
     async def _compile_at(

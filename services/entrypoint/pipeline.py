@@ -30,6 +30,7 @@ from services.entrypoint.admission import Door, Load, LoadShare
 from services.entrypoint.api.dialect import Headers, error_response, public_message
 from services.entrypoint.auth import Identity
 from services.entrypoint.catalog import Catalog, Profile
+from services.entrypoint.client_left import ClientLeft, as_ours
 from services.entrypoint.codec_models import CodecModels
 from services.entrypoint.config import EntrypointConfig
 from services.entrypoint.constraint import Constraint, constraint_of
@@ -170,7 +171,7 @@ class Pipeline:
                 await request.run(await read())
             outcome = Outcome.OK
         except Failure as error:
-            failure = error
+            failure = as_ours(error)
         except asyncio.CancelledError:
             outcome = Outcome.CLIENT_CANCEL
             raise
@@ -266,7 +267,7 @@ class ApiRun:
         """Tells the client how the request failed, in the form that fits what was sent already."""
         admitted, answer = self._admitted, self._answer
         try:
-            if answer.finished or failure.reason is Reason.CLIENT_CANCELLED:
+            if answer.finished or isinstance(failure, ClientLeft):
                 return
             if answer.started:
                 assert self._output is not None

@@ -11,8 +11,8 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any, Final
 
 from services.common.clock import SYSTEM_CLOCK, Clock
-from services.common.errors import Failure, Reason
 from services.entrypoint.api.dialect import Headers
+from services.entrypoint.client_left import ClientLeft
 from services.entrypoint.http_protocol import ABORT_EXTENSION
 
 Send = Callable[[MutableMapping[str, Any]], Awaitable[None]]
@@ -66,7 +66,7 @@ class Answer:
     async def write(self, data: bytes, *, more: bool = True) -> None:
         """Sends bytes; waits while the client is slow.
 
-        Raises: Failure(CLIENT_CANCELLED) when it makes no progress for the timeout.
+        Raises: ClientLeft when it makes no progress for the timeout.
         """
         message = {"type": "http.response.body", "body": data, "more_body": more}
         num_queued = self._num_queued()
@@ -87,7 +87,7 @@ class Answer:
                 still_queued = self._num_queued()
                 if still_queued >= num_queued:
                     self.abort()
-                    raise Failure(Reason.CLIENT_CANCELLED, "the client does not read") from None
+                    raise ClientLeft("the client does not read") from None
                 num_queued = still_queued
 
     def abort(self) -> None:

@@ -17,6 +17,7 @@ from pelagos.recipe.v1 import recipe_pb2 as recipe
 from services.common.clock import Clock
 from services.common.errors import Failure, Reason
 from services.entrypoint.api.dialect import Headers, failure_frames
+from services.entrypoint.client_left import ClientLeft
 from services.entrypoint.limits import Limits
 from services.entrypoint.output_buffer import OutputBuffer
 from services.entrypoint.parse_mux import OutputStream, ParseMux
@@ -115,7 +116,7 @@ class StreamOutput:
             self._room.clear()
             self._buffer.hold(delivered)
             if self._buffer.num_held_bytes > _MAX_HELD_BYTES:
-                self._fail(Failure(Reason.CLIENT_CANCELLED, "the client does not read"))
+                self._fail(ClientLeft("the client does not read"))
             return
         self._parse(delivered)
 

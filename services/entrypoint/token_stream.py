@@ -16,10 +16,21 @@ from pelagos.engine.v1 import records_pb2 as records
 
 from services.common.errors import Failure, Reason
 
-# Epochs of one attempt: hand-offs and migrations raise the epoch by one each, so attempts start
-# far enough apart that a late emitter of an old attempt is always older.
-EPOCHS_PER_ATTEMPT = 1 << 16
+# Hand-offs and migrations raise the epoch by one each, so attempts start far enough apart that a
+# late emitter of an old attempt is always older.
+EPOCHS_PER_ATTEMPT = 64
+_EPOCHS_PER_S = 4
+_EPOCHS_SINCE_UNIX_S = 1_700_000_000  # 4 a second from then on fit 32 bits until 2057
 _TOKEN_BYTES = 4
+
+
+def first_epoch(wall_s: float) -> int:
+    """Returns the epoch of a request's first attempt.
+
+    It rises with time: a client that uses a request id again, perhaps at another entrypoint, is
+    newer to engines that still remember the first use, not a repeat of it.
+    """
+    return max(1, int((wall_s - _EPOCHS_SINCE_UNIX_S) * _EPOCHS_PER_S) & 0x7FFF_FFFF)
 
 
 class Place(enum.Enum):
@@ -75,7 +86,7 @@ class TokenStream:
     """
 
     attempt: int = 1
-    epoch: int = EPOCHS_PER_ATTEMPT
+    epoch: int = 1
     place: Place = Place.QUEUED
     output_tokens: bytearray = field(default_factory=bytearray)
     usage: records.Usage = field(default_factory=records.Usage)
@@ -95,7 +106,7 @@ class TokenStream:
     def next_attempt(self) -> None:
         """Starts another run; older emitters fall silent."""
         self.attempt += 1
-        self.epoch = self.attempt * EPOCHS_PER_ATTEMPT
+        self.epoch += EPOCHS_PER_ATTEMPT
         self.place = Place.QUEUED
         self.progress = False
 

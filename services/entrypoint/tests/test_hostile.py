@@ -130,3 +130,24 @@ async def test_p_16_ur_59_what_can_never_fit_is_refused_at_the_door(tmp_path: Pa
         assert response.headers["x-error-reason"] == "NOT_FITTING"
         assert not stack.lb.specs
         await stack.idle()
+
+
+async def test_a_peer_that_says_cancelled_is_lost_not_our_client_gone(tmp_path: Path) -> None:
+    async with running_stack(tmp_path) as stack:
+        stack.lb.failures = [Failure(Reason.CLIENT_CANCELLED, "odd")]
+        response = await stack.post(stack.chat(max_tokens=3))
+        assert response.json()["content"] == text_of(3)  # asked again
+        stack.prefill[0].fail = Failure(Reason.CLIENT_CANCELLED, "odd")
+        response = await stack.post(stack.chat(max_tokens=3))
+        assert response.status_code == 503
+        assert response.headers["x-error-reason"] == "BACKEND_LOST"
+
+
+async def test_a_request_id_may_be_used_again(tmp_path: Path) -> None:
+    async with running_stack(tmp_path) as stack:
+        for _ in range(2):
+            response = await stack.post(stack.chat(max_tokens=3), headers={"x-request-id": "again"})
+            assert response.json()["content"] == text_of(3)
+        first, second = stack.lb.specs
+        assert first.key.request_id == second.key.request_id == "again"
+        assert second.key.epoch >= first.key.epoch

@@ -17,6 +17,7 @@ from services.entrypoint.token_stream import (
     Follow,
     Place,
     TokenStream,
+    first_epoch,
 )
 
 
@@ -70,7 +71,7 @@ def test_an_emitter_of_an_older_epoch_is_not_heard() -> None:
     assert stream.on_event(tokens(1, 1, first)) == []
     assert stream.on_event(tokens(1, 1, first + 1)) != []
     stream.next_attempt()
-    assert stream.epoch == 2 * EPOCHS_PER_ATTEMPT
+    assert stream.epoch == first + 1 + EPOCHS_PER_ATTEMPT
     assert stream.on_event(tokens(2, 1, first + 1)) == []
     assert stream.on_failure(Failure(Reason.BACKEND_LOST), first + 1) == []
     assert delivered(stream) == [0, 1]
@@ -132,3 +133,13 @@ def test_p_03_any_sequence_of_losses_and_repeats_delivers_each_index_once(
         elif late:
             stream.on_event(rng.choice(late))
     assert delivered(stream)[:length] == list(range(length))
+
+
+def test_an_id_used_again_is_newer_than_its_first_use() -> None:
+    now_s = 1_800_000_000.0
+    first = TokenStream(epoch=first_epoch(now_s))
+    first.next_attempt()
+    first.next_attempt()
+    assert first_epoch(now_s + 60) > first.epoch
+    assert first_epoch(0.0) > 0
+    assert first_epoch(2_700_000_000.0) < 2**32
