@@ -104,7 +104,7 @@ class Table:
         return rows.view(torch.uint8).numpy().reshape(last - first, self.format.record_bytes)
 
     def take_bytes(self, first: int, records: np.ndarray) -> None:
-        rows = torch.from_numpy(np.ascontiguousarray(records))
+        rows = torch.from_numpy(np.array(records))
         self.data[first : first + len(records)] = rows.view(self.data.dtype).to(self.data.device)
 
 
@@ -348,11 +348,15 @@ class StatePool:
         own[positions % self.ring_slots] = given[positions % self.layout_ring]
         self.rings[ring].take_bytes(slot * self.ring_slots, own)
 
-    def pool_bytes(self, slot: int) -> bytes:
-        parts = [
-            pool[slot * self.pool_slots : (slot + 1) * self.pool_slots].cpu().numpy().tobytes()
-            for pool in self.pools.values()
-        ]
+    def pool_bytes(self, slot: int, num_cached: int) -> bytes:
+        """Returns the pooling rings with the open half of a group, if there is one."""
+        parts = []
+        for pool in self.pools.values():
+            out = torch.zeros(self.pool_slots, *pool.shape[1:])
+            if num_cached % 2:
+                at = (num_cached - 1) % self.pool_slots
+                out[at] = pool[slot * self.pool_slots + at].cpu()
+            parts.append(out.numpy().tobytes())
         return b"".join(parts)
 
     def take_pools(self, slot: int, data: bytes) -> None:

@@ -416,9 +416,11 @@ class TorchRunner:
         parts = []
         for ring in range(len(states.rings)):
             low = sequence.valid_start if ring < text.n_encoder else sequence.decoder_from
+            # Older positions may be overwritten by rejected drafts, and nobody reads them.
+            low = max(low, num - self._geometry.window)
             parts.append(states.relaid(states.ring_bytes(ring, sequence.slot), low, num))
         cursor = np.array([num, sequence.valid_start, sequence.decoder_from, 0], np.uint32)
-        return b"".join(parts) + states.pool_bytes(sequence.slot) + cursor.tobytes()
+        return b"".join(parts) + states.pool_bytes(sequence.slot, num) + cursor.tobytes()
 
     def write_state(self, seq_id: int, data: bytes, num_cached: int) -> None:
         sequence, states = self._sequences[seq_id], self.states
