@@ -1,7 +1,7 @@
 """A decode instance: reservations, running requests, moves, drain. No gRPC in here.
 
 What a request holds - blocks, a state slot, a transfer, a stream - is given back on every path by
-two functions: `_let_go` for a reservation that never ran, `_released` for one that did.
+two functions: `Reservations.let_go` for what never ran, `_released` for what did.
 Source: engine.md, sections 2.1, 2.5, 2.8, 7.4 and 7.5.
 """
 
@@ -11,13 +11,12 @@ import asyncio
 import itertools
 import logging
 import math
-import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
-from pelagos.engine.v1 import kv_transfer_pb2, records_pb2
+from pelagos.engine.v1 import records_pb2
 
 from services.common import tracing
 from services.common.clock import SYSTEM_CLOCK, Clock
@@ -26,12 +25,12 @@ from services.decode import drain as drain_core
 from services.decode import scheduler
 from services.decode.config import DecodeConfig
 from services.decode.rank_loop import DecodeRank, Hooks
+from services.decode.reservations import Held, Reservations
 from services.decode.sequence import Sequence
 from services.decode.speculation import Curve
-from services.decode.transfers import Incoming, Transfers
+from services.decode.transfers import Transfers
 from services.engine import records
 from services.engine import transfer as transfer_core
-from services.engine.blocks import Fit
 from services.engine.grammar import Constraint
 from services.engine.grammars import Grammars
 from services.engine.handoff import outgoing_pieces, request_without_pixels
@@ -49,25 +48,6 @@ from services.engine.transfer_client import Outgoing, checksum
 log = logging.getLogger(__name__)
 
 _MAX_EXPORTS_AT_ONCE = 8
-
-
-@dataclass(eq=False)
-class Held:
-    """A reservation: room of one rank under a lease."""
-
-    reservation_id: str
-    key: RequestKey
-    rank: DecodeRank
-    num_tokens: int
-    table: list[int]
-    slot: int
-    lease_until_s: float
-    state: Reservation = Reservation.HELD
-    incoming: Incoming | None = None
-
-    @property
-    def peer_may_write(self) -> bool:
-        return self.incoming is not None and self.incoming.core.peer_may_write
 
 
 @dataclass(frozen=True)
@@ -125,7 +105,7 @@ class DecodeEngine:
         self.transfers = Transfers(
             self.layout, config.max_chunk_bytes, config.transfer_credit_bytes
         )
-        self.transfers.find_destination = self._destination
+        self.reservations = Reservations(config, self.layout.geometry, self.transfers, clock)
         self.hub = StreamHub(
             config.streams,
             on_unread=self._on_unread,
@@ -135,14 +115,13 @@ class DecodeEngine:
         )
         self.tasks = tasks or TaskSet()
         self.seen: list[str] = []  # picked requests that arrived, for the balancer's report
-        self.num_moved = self.num_resumed = self.num_lost = self.num_lapsed = 0
+        self.num_moved = self.num_resumed = self.num_lost = 0
         self.stopped = asyncio.Event()
         self.refusing = False
         self.persist_mode = config.persist
         self._keep_window = keep_window
         self._clock = clock
         self._geometry = self.layout.geometry
-        self._held: dict[str, Held] = {}
         self._sequences: dict[tuple[str, int], tuple[DecodeRank, Sequence]] = {}
         self._seq_ids = itertools.count(1)
         self._exports = asyncio.Semaphore(_MAX_EXPORTS_AT_ONCE)
@@ -170,7 +149,11 @@ class DecodeEngine:
 
     @property
     def num_held(self) -> int:
-        return len(self._held)
+        return len(self.reservations)
+
+    @property
+    def num_lapsed(self) -> int:
+        return self.reservations.num_lapsed
 
     @property
     def num_blocks_used(self) -> int:
@@ -182,10 +165,10 @@ class DecodeEngine:
 
     def num_in_flight(self) -> int:
         """What a drain waits for."""
-        return len(self._sequences) + len(self._held)
+        return len(self._sequences) + len(self.reservations)
 
     def reserved_on(self, rank: DecodeRank) -> list[Held]:
-        return [held for held in self._held.values() if held.rank is rank]
+        return self.reservations.on_rank(rank)
 
     @property
     def accepting(self) -> bool:
@@ -213,120 +196,16 @@ class DecodeEngine:
             raise Failure(Reason.LAYOUT_MISMATCH, "the two engines lay out KV differently")
         if not 0 <= rank_index < len(self.ranks):
             raise Failure(Reason.INVALID_REQUEST, f"there is no rank {rank_index}")
-        for held in self._held.values():
-            if held.key == key and held.state is Reservation.HELD:
-                self.renew(held.reservation_id, lease_ms)
-                return held
         rank = self.ranks[rank_index]
-        limit = min(num_tokens + expected_output, self.config.model.max_model_len)
-        at_its_end = scheduler.blocks_reserved(limit, self._geometry)
-        if rank.blocks.fit(at_its_end) is Fit.NEVER:
-            raise Failure(
-                Reason.NOT_FITTING,
-                f"at its end the request needs {at_its_end} blocks of {rank.blocks.num_blocks - 1}",
-                {"num_blocks": str(at_its_end), "max_blocks": str(rank.blocks.num_blocks - 1)},
-            )
-        needed = scheduler.blocks_reserved(num_tokens, self._geometry)
-        seats = len(rank.running) + len(self.reserved_on(rank))
-        idle = rank.blocks.num_used == 0
-        if (
-            seats >= rank.max_seqs
-            or rank.blocks.fit(needed) is not Fit.OK
-            or (rank.blocks.usage >= self.config.admit_below and not idle)
-        ):
-            raise Failure(Reason.ENGINE_FULL, "no room on this rank", retry_after_s=0.1)
-        slot = rank.slots.allocate()
-        if slot is None:
-            raise Failure(Reason.ENGINE_FULL, "no state slot on this rank", retry_after_s=0.1)
-        held = Held(
-            f"rsv-{secrets.token_hex(8)}",
-            key,
-            rank,
-            num_tokens,
-            rank.blocks.allocate(needed),
-            slot,
-            self._clock.now_s() + self._lease_s(lease_ms),
-        )
-        self._held[held.reservation_id] = held
-        return held
-
-    def _lease_s(self, lease_ms: int) -> float:
-        return min(lease_ms or self.config.lease_ms, self.config.max_lease_ms) / 1e3
+        return self.reservations.reserve(key, num_tokens, expected_output, rank, lease_ms)
 
     def renew(self, reservation_id: str, lease_ms: int) -> float:
         """Prolongs a lease; returns its seconds. Raises: Failure(NOT_FOUND)."""
-        held = self._find_held(reservation_id)
-        seconds = self._lease_s(lease_ms)
-        held.lease_until_s = self._clock.now_s() + seconds
-        return seconds
-
-    def _find_held(self, reservation_id: str) -> Held:
-        held = self._held.get(reservation_id)
-        if held is None or held.state is not Reservation.HELD:
-            raise Failure(Reason.NOT_FOUND, "no reservation of this id is held")
-        return held
+        return self.reservations.renew(reservation_id, lease_ms)
 
     def release(self, reservation_id: str) -> bool:
         """Gives a reservation back; False when it was not held any more."""
-        held = self._held.get(reservation_id)
-        if held is None or held.state is not Reservation.HELD:
-            return False
-        self._let_go(held, ReservationEvent.RELEASE)
-        return True
-
-    def _let_go(self, held: Held, event: ReservationEvent) -> None:
-        """Ends a reservation that did not run: at once, or when its writer is fenced."""
-        held.state, free = transfer_core.on_reservation(held.state, event, held.peer_may_write)
-        if held.state is Reservation.FENCING:
-            held.rank.blocks.quarantine(held.table)
-            if held.incoming is not None:
-                self.transfers.abort(held.incoming)
-            return
-        if free:
-            self._free(held)
-
-    def _free(self, held: Held) -> None:
-        self._held.pop(held.reservation_id, None)
-        if held.incoming is not None:
-            self.transfers.forget(held.incoming)
-        held.rank.blocks.release(held.table)
-        held.rank.slots.free(held.slot)
-        held.rank.wake()
-
-    def _writes_stopped(self, incoming: Incoming) -> None:
-        """The writer of a transfer is down; what waited for that goes on."""
-        held = self._held.get(incoming.reservation_id)
-        if held is None or held.incoming is not incoming:
-            self.transfers.forget(incoming)
-            return
-        if held.state is Reservation.FENCING:
-            held.state, free = transfer_core.on_reservation(
-                held.state, ReservationEvent.FENCED, incoming.core.peer_may_write
-            )
-            if free:
-                self._free(held)
-
-    def _destination(self, request: kv_transfer_pb2.OpenRequest) -> Incoming:
-        """The transfer for an Open: the running one again, or a new one after a failed one."""
-        held = self._find_held(request.reservation_id)
-        key = records.key_from_proto(request.key)
-        if key.stream != held.key.stream or request.to_position != held.num_tokens:
-            raise Failure(Reason.HANDOFF_MISMATCH, "the reservation is for another sequence")
-        if held.incoming is not None:
-            if held.incoming.core.phase is transfer_core.Phase.OPENED:
-                return held.incoming
-            if held.incoming.core.phase is not transfer_core.Phase.STOPPED:
-                raise Failure(Reason.CONFLICT, "a transfer for this reservation is under way")
-            self.transfers.forget(held.incoming)
-        held.incoming = self.transfers.make(
-            key,
-            held.reservation_id,
-            held.num_tokens,
-            held.table,
-            held.rank.runner.write_block,
-            self._writes_stopped,
-        )
-        return held.incoming
+        return self.reservations.release(reservation_id)
 
     # --- commit ---------------------------------------------------------------------------------
 
@@ -342,12 +221,12 @@ class DecodeEngine:
         Raises: Failure with NOT_FOUND, HANDOFF_MISMATCH, LAYOUT_MISMATCH, CONFLICT or DRAINING; the
         reservation is given back unless it was not found.
         """
-        held = self._find_held(reservation_id)
+        held = self.reservations.find(reservation_id)
         try:
             return self._commit(held, record, transfer_id, constraint)
         except Failure:
             if held.state is Reservation.HELD:
-                self._let_go(held, ReservationEvent.RELEASE)
+                self.reservations.let_go(held, ReservationEvent.RELEASE)
             raise
 
     def _commit(
@@ -398,7 +277,7 @@ class DecodeEngine:
         held.state, _ = transfer_core.on_reservation(
             held.state, ReservationEvent.COMMIT, peer_may_write=False
         )
-        del self._held[held.reservation_id]
+        self.reservations.committed(held)
         self.transfers.forget(incoming)
         sequence.stream.accepted(held.rank.rank, self.identity.instance_id)
         sequence.span = tracing.start_span(
@@ -490,9 +369,9 @@ class DecodeEngine:
     def abort(self, key: RequestKey) -> bool:
         """Ends a request in any state; False when it is not here. Idempotent."""
         found = False
-        for held in [h for h in self._held.values() if _matches(key, h.key)]:
+        for held in [h for h in self.reservations.all() if _matches(key, h.key)]:
             if held.state is Reservation.HELD:
-                self._let_go(held, ReservationEvent.RELEASE)
+                self.reservations.let_go(held, ReservationEvent.RELEASE)
                 found = True
         known = self._sequences.get(key.stream)
         if known is not None and _matches(key, known[1].key) and not known[1].finished:
@@ -705,11 +584,7 @@ class DecodeEngine:
     def sweep(self) -> None:
         """Leases, deadlines, readers, drain: what time alone brings about."""
         now_s = self._clock.now_s()
-        for held in list(self._held.values()):
-            if held.state is Reservation.HELD and now_s >= held.lease_until_s:
-                self.num_lapsed += 1
-                log.info("lease lapsed", extra={"request_id": held.key.request_id})
-                self._let_go(held, ReservationEvent.LAPSE)
+        self.reservations.sweep(now_s)
         for rank in self.ranks:
             rank.expire(now_s)
         self.hub.sweep()

@@ -17,6 +17,7 @@ from pelagos.engine.v1 import records_pb2 as pb
 from services.common.rpc_client import Channels
 from services.common.service import Runtime, RuntimeConfig, running
 from services.common.store_memory import MemoryStore
+from services.decode.client import DecodeClient
 from services.decode.config import DecodeConfig
 from services.decode.engine import DecodeEngine
 from services.decode.main import build_engine as build_decode
@@ -30,6 +31,7 @@ from services.kvstore.config import StoreConfig
 from services.kvstore.store.main import build as build_store
 from services.lb.decode.config import DecodeLbConfig
 from services.lb.decode.main import build as build_decode_lb
+from services.prefill.client import PrefillClient
 from services.prefill.config import PrefillConfig
 from services.prefill.engine import PrefillEngine
 from services.prefill.main import build_engine as build_prefill
@@ -240,9 +242,6 @@ class Answer:
 
 async def ask(found: Cluster, request: pb.RequestSpec, engine: Engine | None = None) -> Answer:
     """Runs a request directly on a prefill engine and follows it wherever it goes."""
-    from services.decode.client import DecodeClient
-    from services.prefill.client import PrefillClient
-
     answer = Answer()
     address = (engine or found.prefills[0]).address
     async with PrefillClient(found.channels).run(address, request) as events:
@@ -260,4 +259,59 @@ async def ask(found: Cluster, request: pb.RequestSpec, engine: Engine | None = N
         ):
             async for event in stream:
                 answer.take(event)
+    return answer
+
+
+async def eventually(condition, what):
+    """Waits for something that another task brings about; the test's deadline bounds it."""
+    for _ in range(3000):
+        if condition():
+            return
+        await asyncio.sleep(0.01)
+    raise AssertionError(f"never came: {what}")
+
+
+def held(found: Cluster) -> dict[str, int]:
+    """Everything requests may hold, over all instances; all 0 when nothing runs."""
+    counts: dict[str, int] = {}
+    for engine in [*found.prefills, *found.decodes]:
+        for owner, kinds in engine.runtime.census.snapshot().items():
+            if owner.startswith(("prefill.", "decode.")):
+                for kind, value in kinds.items():
+                    counts[f"{owner}.{kind}"] = counts.get(f"{owner}.{kind}", 0) + value
+    for engine in found.prefills:
+        counts["outstanding_ns"] = counts.get("outstanding_ns", 0) + engine.core.ledger.total_ns
+    for engine in found.decodes:
+        quarantined = sum(rank.blocks.num_quarantined for rank in engine.core.ranks)
+        counts["quarantined"] = counts.get("quarantined", 0) + quarantined
+    for engine in [*found.prefills, *found.decodes]:
+        open_ = sum(rank.runner.num_sequences for rank in engine.core.ranks)
+        counts["device"] = counts.get("device", 0) + open_
+    return {name: value for name, value in counts.items() if value}
+
+
+async def nothing_held(found: Cluster) -> None:
+    await eventually(lambda: not held(found), f"an empty census, not {held(found)}")
+
+
+async def move_while_running(found: Cluster, request: pb.RequestSpec) -> Answer:
+    """Runs a request and moves it to the other decode engine in the middle of its steps."""
+    gate = Gate(*found.decodes)
+    task = asyncio.create_task(ask(found, request))
+    first, second = found.decodes
+    await eventually(lambda: first.core.num_running + second.core.num_running, "a start")
+    source, target = (first, second) if first.core.num_running else (second, first)
+    (_, sequence) = source.core.find(RequestKey(request.key.request_id))
+    export = asyncio.create_task(
+        DecodeClient(found.channels).export(
+            source.address, RequestKey(request.key.request_id), target.address
+        )
+    )
+    await eventually(lambda: sequence.paused, "a pause")
+    gate.open()
+    moved = await export
+    assert moved is not None
+    assert source.core.num_moved == 1
+    answer = await task
+    assert len(answer.moves) == 2
     return answer

@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from contextlib import asynccontextmanager
 
-import jsonschema
 import pytest
 from pelagos.common.v1 import errors_pb2
 from pelagos.engine.v1 import records_pb2 as pb
-from pelagos.so_compiler.v1 import so_compiler_pb2
 
 from services.common.errors import Failure, Reason
 from services.common.rpc_client import call
 from services.common.service import RuntimeConfig, running
 from services.decode.client import DecodeClient
-from services.engine.grammar import _tokenizer
-from services.engine.keys import chain
 from services.engine.requests import RequestKey
 from services.engine.sim.tokens import Script
 from services.engine.streams import StreamLimits
@@ -25,51 +19,18 @@ from services.lb.prefill.client import PrefillLbClient, leader_of, place
 from services.lb.prefill.config import PrefillLbConfig
 from services.lb.prefill.main import build as build_prefill_lb
 from services.prefill.client import PrefillClient
-from services.so_compiler.client import SoCompilerClient
-from services.so_compiler.config import SoCompilerConfig
-from services.so_compiler.main import build as build_so_compiler
 from tests.integration.engine_kit import (
-    ROOT,
     Answer,
     Cluster,
     Gate,
     ask,
     cluster,
+    eventually,
+    move_while_running,
+    nothing_held,
     prompt_ids,
     spec,
 )
-
-
-async def eventually(condition, what):
-    """Waits for something that another task brings about; the test's deadline bounds it."""
-    for _ in range(3000):
-        if condition():
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError(f"never came: {what}")
-
-
-def held(found: Cluster) -> dict[str, int]:
-    """Everything requests may hold, over all instances; all 0 when nothing runs."""
-    counts: dict[str, int] = {}
-    for engine in [*found.prefills, *found.decodes]:
-        for owner, kinds in engine.runtime.census.snapshot().items():
-            if owner.startswith(("prefill.", "decode.")):
-                for kind, value in kinds.items():
-                    counts[f"{owner}.{kind}"] = counts.get(f"{owner}.{kind}", 0) + value
-    for engine in found.prefills:
-        counts["outstanding_ns"] = counts.get("outstanding_ns", 0) + engine.core.ledger.total_ns
-    for engine in found.decodes:
-        quarantined = sum(rank.blocks.num_quarantined for rank in engine.core.ranks)
-        counts["quarantined"] = counts.get("quarantined", 0) + quarantined
-    for engine in [*found.prefills, *found.decodes]:
-        open_ = sum(rank.runner.num_sequences for rank in engine.core.ranks)
-        counts["device"] = counts.get("device", 0) + open_
-    return {name: value for name, value in counts.items() if value}
-
-
-async def nothing_held(found: Cluster) -> None:
-    await eventually(lambda: not held(found), f"an empty census, not {held(found)}")
 
 
 async def test_one_request_flows_from_prefill_to_decode(tmp_path):
@@ -201,29 +162,6 @@ async def test_p_02_a_decode_that_dies_before_the_hand_off_is_replaced_unseen(tm
             answer = await ask(found, spec(f"r{number}", prompt_ids(50)))
             assert (answer.end, answer.token_ids) == ("finished", reference)
         await nothing_held(found)
-
-
-async def move_while_running(found: Cluster, request: pb.RequestSpec) -> Answer:
-    """Runs a request and moves it to the other decode engine in the middle of its steps."""
-    gate = Gate(*found.decodes)
-    task = asyncio.create_task(ask(found, request))
-    first, second = found.decodes
-    await eventually(lambda: first.core.num_running + second.core.num_running, "a start")
-    source, target = (first, second) if first.core.num_running else (second, first)
-    (_, sequence) = source.core.find(RequestKey(request.key.request_id))
-    export = asyncio.create_task(
-        DecodeClient(found.channels).export(
-            source.address, RequestKey(request.key.request_id), target.address
-        )
-    )
-    await eventually(lambda: sequence.paused, "a pause")
-    gate.open()
-    moved = await export
-    assert moved is not None
-    assert source.core.num_moved == 1
-    answer = await task
-    assert len(answer.moves) == 2
-    return answer
 
 
 async def test_t8_a_moved_request_goes_on_with_the_same_tokens(tmp_path):
@@ -366,131 +304,6 @@ async def test_2_5_a_preempted_request_resumes_with_the_same_tokens(tmp_path):
         assert [said for said, _ in results] == references
         assert sum(attempts for _, attempts in results) > 3, "nobody was preempted"
         await nothing_held(found)
-
-
-# --- the cache ------------------------------------------------------------------------------------
-
-
-def with_hit(request, stored, found, swa=None):
-    """The request as CHECK would send it, for `stored` tokens in the store."""
-    ids = request.prompt_tokens
-    request.layout_signature = found.prefills[0].core.layout.signature
-    request.hit.stored_tokens = stored
-    request.hit.block_keys = b"".join(chain(ROOT, ids, 16))
-    if swa is not None:
-        request.hit.swa.CopyFrom(swa)
-    return request
-
-
-async def stored_prompt(found, ids, max_tokens=40):
-    """Runs a prompt once and waits until its full blocks are stored; returns the answer."""
-    answer = await ask(found, spec("first", ids, max_tokens=max_tokens))
-    decode = found.decodes[0].core
-    wanted = (len(ids) + max_tokens - 1) // 16
-    await eventually(
-        lambda: decode.persister.counts.persisted >= wanted, "all full blocks in the store"
-    )
-    return answer
-
-
-async def test_a_stored_prefix_is_loaded_and_the_answer_is_the_same(tmp_path):
-    ids = prompt_ids(200)
-    async with cluster(tmp_path, with_store=True) as found:
-        first = await stored_prompt(found, ids)
-        prefill = found.prefills[0].core.ranks[0].counts
-        before = prefill.computed_tokens
-        request = with_hit(spec("again", ids, max_tokens=40), 176, found)
-        again = await ask(found, request)
-        assert again.token_ids == first.token_ids
-        usage = again.event.finished.usage
-        # No window is known: one block is replayed and counts as computed, not as cached.
-        assert (usage.cached_tokens, usage.replayed_tokens) == (160, 16)
-        assert prefill.computed_tokens - before == 40
-        await nothing_held(found)
-
-
-async def test_generated_blocks_are_hit_by_the_next_turn(tmp_path):
-    ids = prompt_ids(100)
-    async with cluster(tmp_path, with_store=True) as found:
-        first = await stored_prompt(found, ids, max_tokens=80)
-        turn = ids[:]
-        turn.extend(first.token_ids)
-        turn.extend(prompt_ids(40, seed=9))
-        stored = (100 + 79) // 16 * 16
-        again = await ask(found, with_hit(spec("turn2", turn), stored, found))
-        assert again.event.finished.usage.cached_tokens == stored - 16
-        cold = await ask(found, spec("cold", turn))
-        assert again.token_ids == cold.token_ids
-
-
-async def test_1_8_a_stored_window_makes_the_hit_exact(tmp_path):
-    ids = prompt_ids(200)
-    async with cluster(tmp_path, with_store=True) as found:
-        first = await stored_prompt(found, ids)
-        core = found.prefills[0].core
-        # The window at 192 was kept after the prompt; a longer prompt resumes exactly there.
-        longer = ids[:]
-        longer.extend(prompt_ids(50, seed=3))
-        pool = core._keep_window.__self__.pool
-        (location,) = [place for _, place in pool.locations() if place.position == 192]
-        swa = pb.SwaLocation(
-            position=192,
-            host_instance_id=location.host,
-            address=location.address,
-            slot=location.slot,
-            length_bytes=location.num_bytes,
-            digest=location.digest,
-            host_epoch=location.host_epoch,
-        )
-        again = await ask(found, with_hit(spec("longer", longer), 192, found, swa))
-        usage = again.event.finished.usage
-        assert (usage.cached_tokens, usage.replayed_tokens) == (192, 0)
-        cold = await ask(found, spec("cold", longer))
-        assert again.token_ids == cold.token_ids
-        assert first.end == "finished"
-
-
-async def test_a_promise_that_the_store_cannot_keep_only_shortens_the_hit(tmp_path):
-    ids = prompt_ids(200)
-    async with cluster(tmp_path, with_store=True) as found:
-        cold = await ask(found, spec("cold", ids))
-        never_stored = prompt_ids(200, seed=4)
-        answer = await ask(found, with_hit(spec("x", never_stored), 176, found))
-        assert answer.end == "finished"
-        assert answer.event.finished.usage.cached_tokens == 0
-        assert cold.end == "finished"
-
-
-async def test_ur_33_a_hit_for_other_tokens_is_no_hit(tmp_path):
-    ids = prompt_ids(200)
-    async with cluster(tmp_path, with_store=True) as found:
-        await stored_prompt(found, ids)
-        other = prompt_ids(200, seed=8)
-        request = with_hit(spec("other", other), 176, found)
-        request.hit.block_keys = b"".join(chain(ROOT, ids.tobytes(), 16))
-        answer = await ask(found, request)
-        cold = await ask(found, spec("cold", other))
-        assert answer.token_ids == cold.token_ids
-        assert answer.event.finished.usage.cached_tokens == 0
-
-
-async def test_a_hit_under_another_layout_is_refused(tmp_path):
-    async with cluster(tmp_path) as found:
-        request = with_hit(spec("r", prompt_ids(100)), 64, found)
-        request.layout_signature = "another"
-        with pytest.raises(Failure) as failure:
-            await ask(found, request)
-        assert failure.value.reason is Reason.LAYOUT_MISMATCH
-
-
-async def test_no_store_policy_stores_nothing(tmp_path):
-    async with cluster(tmp_path, with_store=True) as found:
-        request = spec("r", prompt_ids(100))
-        request.namespace.store_policy = pb.STORE_POLICY_NONE
-        await ask(found, request)
-        await nothing_held(found)
-        counts = found.decodes[0].core.persister.counts
-        assert (counts.persisted, counts.dropped) == (0, 0)
 
 
 # --- ends -----------------------------------------------------------------------------------------
@@ -716,126 +529,3 @@ async def test_describe_and_load_say_what_the_engine_is_and_holds(tmp_path):
                 await call(stub.Configure, control.ConfigureRequest(version=2), timeout_s=5)
             assert failure.value.reason is Reason.CONFLICT
         assert len(signatures) == 1
-
-
-# --- constrained output ---------------------------------------------------------------------------
-
-SCHEMA = {
-    "type": "object",
-    "properties": {
-        "name": {"type": "string"},
-        "age": {"type": "integer"},
-        "tags": {"type": "array", "items": {"type": "string"}},
-    },
-    "required": ["name", "age", "tags"],
-    "additionalProperties": False,
-}
-
-
-@asynccontextmanager
-async def with_compiler(found: Cluster):
-    """A real compiler beside the engines; yields how to compile a schema."""
-    config = SoCompilerConfig(
-        listen="127.0.0.1:0", num_workers=1, runtime=RuntimeConfig(uvloop=False)
-    )
-    async with running("so-compiler", config, build_so_compiler, store=found.store) as runtime:
-
-        async def compile_schema(schema) -> pb.GrammarRef:
-            answer = await SoCompilerClient(found.channels).compile(
-                runtime.address,
-                so_compiler_pb2.CompileRequest(
-                    type=so_compiler_pb2.GRAMMAR_TYPE_JSON_SCHEMA,
-                    source=json.dumps(schema),
-                    tokenizer_id=found.prefill_config.model.tokenizer_id,
-                ),
-            )
-            return pb.GrammarRef(artifact_key=answer.artifact_key, address=runtime.address)
-
-        yield compile_schema
-
-
-def text_of(found: Cluster, token_ids: list[int]) -> str:
-    library = found.prefill_config.model.grammar_library()
-    return str(_tokenizer(library.path, library.vocab_size, 1).decode_str(token_ids))
-
-
-async def test_t16_constrained_output_parses_with_drafts_on_and_the_same_without(tmp_path):
-    texts = []
-    for dspark in ("variable", "none"):
-        async with (
-            cluster(tmp_path, sim={"stop_every": 6}, decode={"dspark": dspark}) as found,
-            with_compiler(found) as compile_schema,
-        ):
-            request = spec("r", prompt_ids(40), max_tokens=600)
-            request.grammar.CopyFrom(await compile_schema(SCHEMA))
-            answer = await ask(found, request)
-            assert answer.event.finished.reason == pb.FINISH_REASON_STOP, answer.event
-            texts.append(text_of(found, answer.token_ids))
-            await nothing_held(found)
-    document = json.loads(texts[0])
-    jsonschema.validate(document, SCHEMA)
-    assert texts[0] == texts[1]
-
-
-async def test_ur_68_a_thinking_answer_is_free_and_then_constrained(tmp_path):
-    async with (
-        cluster(tmp_path, sim={"stop_every": 6}) as found,
-        with_compiler(found) as compile_schema,
-    ):
-        prompt = prompt_ids(40)
-        prompt.extend([128804, 128821])  # the assistant's turn begins with a thought
-        request = spec("r", prompt, max_tokens=600)
-        request.sampling.end_of_thinking_id = 128822
-        request.sampling.starts_in_reasoning = True
-        request.grammar.CopyFrom(await compile_schema(SCHEMA))
-        request.grammar.trigger_token_ids = (128822).to_bytes(4, "little")
-        answer = await ask(found, request)
-        end = answer.token_ids.index(128822)
-        assert end == 8
-        jsonschema.validate(json.loads(text_of(found, answer.token_ids[end + 1 :])), SCHEMA)
-        assert answer.event.finished.usage.reasoning_tokens == 9
-
-
-async def test_ur_69_a_matcher_that_breaks_ends_its_request_alone(tmp_path):
-    async with (
-        cluster(tmp_path, sim={"stop_every": 6}) as found,
-        with_compiler(found) as compile_schema,
-    ):
-        request = spec("r", prompt_ids(40), max_tokens=600)
-        request.grammar.CopyFrom(await compile_schema(SCHEMA))
-        decode = found.decodes[0].core
-        original = decode.constraint_of
-
-        async def broken(record):
-            constraint = await original(record)
-            if constraint is not None:
-                constraint._matcher = None  # any call on it fails
-            return constraint
-
-        decode.constraint_of = broken
-        free, bad = await asyncio.gather(
-            ask(found, spec("free", prompt_ids(30))), ask(found, request)
-        )
-        assert bad.event.finished.reason == pb.FINISH_REASON_GRAMMAR_ERROR
-        assert free.end == "finished"
-        await nothing_held(found)
-
-
-async def test_5_5_a_moved_request_keeps_its_constraint(tmp_path):
-    async with (
-        cluster(tmp_path, decodes=2, sim={"stop_every": 6}) as found,
-        with_compiler(found) as compile_schema,
-    ):
-        many = {"type": "array", "items": {"type": "boolean"}, "minItems": 90, "maxItems": 90}
-        grammar = await compile_schema(many)
-
-        def request(name):
-            made = spec(name, prompt_ids(40), max_tokens=600)
-            made.grammar.CopyFrom(grammar)
-            return made
-
-        reference = await ask(found, request("ref"))
-        await nothing_held(found)
-        answer = await move_while_running(found, request("r"))
-        assert answer.token_ids == reference.token_ids
-        assert len(json.loads(text_of(found, answer.token_ids))) == 90
