@@ -70,7 +70,7 @@ class BackgroundStack:
         """Returns what a process's admin listener answers."""
         status, body = self.run(http_get(self.stack[process].admin, path))
         assert status == 200, (process, path, status, body)
-        return body.decode()
+        return body
 
     def census(self, process: str) -> dict[str, dict[str, int]]:
         """Returns what a process holds, by owner and kind."""
