@@ -79,6 +79,8 @@ class Conversation:
                     self._out.write(_DIM if thinking else f"{_PLAIN}\n")
             if kind == "content":
                 answer.append(text)
+            elif not is_terminal:
+                continue  # a pipe gets the answer alone
             self._out.write(text)
             self._out.flush()
         self._out.write(f"{_PLAIN}\n" if is_terminal else "\n")

@@ -315,8 +315,13 @@ class _Index:
         self._front = front
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        names = sorted(self._front.parts.catalog.models())
-        page = index_page.render(self._front.base_url(), names[0] if names else "MODEL")
+        parts = self._front.parts
+        try:
+            # As requests must spell them, which is the codec's way and not the engines'.
+            names = parts.catalog.names(await parts.models.all())
+        except Failure:
+            names = []
+        page = index_page.render(self._front.base_url(), names[-1] if names else "MODEL")
         headers: Headers = [
             (b"content-type", b"text/html; charset=utf-8"),
             (b"content-length", str(len(page)).encode()),

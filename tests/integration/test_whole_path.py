@@ -119,3 +119,14 @@ def test_a_hit_is_explained_to_the_owner_of_the_request(shared_stack, speech):
     explained = answer.headers["x-pelagos-cache"]
     assert explained.startswith("hit=0")
     assert "ended-by=" in explained
+
+
+def test_the_examples_people_are_shown_name_a_model_that_is_served(shared_stack):
+    from deploy.local.up import UpConfig
+
+    headers = {"authorization": f"Bearer {shared_stack.key}"}
+    served = httpx.get(f"{shared_stack.url}/v1/models", headers=headers, timeout=60).json()
+    names = [model["id"] for model in served["data"]]
+    assert UpConfig().model in names
+    page = httpx.get(shared_stack.url, timeout=60).text
+    assert any(f'"model": "{name}"' in page for name in names)
