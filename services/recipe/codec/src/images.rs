@@ -39,10 +39,11 @@ pub fn target_size(width: u32, height: u32, detail: Detail) -> Result<(u32, u32)
         if side <= WEBP_MAX_PX {
             break;
         }
-        let scale = WEBP_MAX_PX as f64 / side as f64;
+        let longest = WEBP_MAX_PX / PATCH_PX * PATCH_PX;
+        let scale = longest as f64 / side as f64;
         let on_grid = |length: u64| {
-            let num_patches = (length as f64 * scale / PATCH_PX as f64) as u64;
-            num_patches.max(1) * PATCH_PX
+            let num_patches = (length as f64 * scale / PATCH_PX as f64).ceil() as u64;
+            (num_patches * PATCH_PX).min(longest)
         };
         (width, height) = fit(on_grid(width), on_grid(height))?;
     }

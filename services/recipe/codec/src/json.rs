@@ -69,11 +69,28 @@ pub fn write(out: &mut String, value: &Value, style: Style) {
     }
 }
 
+const NEEDS_ESCAPE: [bool; 256] = {
+    let mut needs = [false; 256];
+    let mut byte = 0;
+    while byte < 0x20 {
+        needs[byte] = true;
+        byte += 1;
+    }
+    needs[b'"' as usize] = true;
+    needs[b'\\' as usize] = true;
+    needs
+};
+
 /// Appends `text` quoted and escaped; `/`, U+007F and everything above stay as they are.
 pub fn write_string(out: &mut String, text: &str) {
     out.push('"');
     let mut start = 0;
-    for (at, byte) in text.bytes().enumerate() {
+    let bytes = text.as_bytes();
+    let mut at = 0;
+    while let Some(found) = bytes[at..].iter().position(|byte| NEEDS_ESCAPE[usize::from(*byte)]) {
+        at += found;
+        let byte = bytes[at];
+        at += 1;
         let escape = match byte {
             b'"' => "\\\"",
             b'\\' => "\\\\",
@@ -82,11 +99,10 @@ pub fn write_string(out: &mut String, text: &str) {
             b'\n' => "\\n",
             b'\r' => "\\r",
             b'\t' => "\\t",
-            0..0x20 => "",
-            _ => continue,
+            _ => "",
         };
-        out.push_str(&text[start..at]);
-        start = at + 1;
+        out.push_str(&text[start..at - 1]);
+        start = at;
         if escape.is_empty() {
             const HEX: &[u8; 16] = b"0123456789abcdef";
             out.push_str("\\u00");

@@ -15,8 +15,10 @@ use super::schema::Checker;
 use super::tools::{self, Choice, ClientTool};
 use super::wire::{
     ContentKind, DetailName, EffortName, FunctionType, PlainKind, TextOr, Thinking, detail,
+    tagged_by,
 };
 use super::{Options, bad, mentions_json, reasoning};
+use crate::node::{self, FromNode, Node};
 use crate::types::{
     Conversation, Detail, Error, Message, ModelVersion, Parsing, Prompt, Request as Converted,
     ResponseFormat, ResponseOptions, Special, ThinkingStage, ToolCall,
@@ -25,6 +27,8 @@ use crate::types::{
 #[derive(Deserialize)]
 pub struct Request {
     model: String,
+    /// Typed apart, for speed.
+    #[serde(skip)]
     messages: Vec<InputMessage>,
     tools: Option<Vec<Tool>>,
     tool_choice: Option<ToolChoiceField>,
@@ -46,6 +50,16 @@ pub struct Request {
     /// Type-checked only.
     #[serde(rename = "parallel_tool_calls")]
     _parallel_tool_calls: Option<bool>,
+}
+
+impl<'de> FromNode<'de> for Request {
+    fn from_node(mut node: Node<'de>) -> Result<Self, serde_json::Error> {
+        let messages = node.take("messages");
+        let mut request = Request::deserialize(node)?;
+        let messages = messages.ok_or_else(|| serde_json::Error::missing_field("messages"))?;
+        request.messages = node::list(messages)?;
+        Ok(request)
+    }
 }
 
 #[derive(Deserialize)]
@@ -120,8 +134,11 @@ struct FormatSchema {
 
 type Blocks = TextOr<Block, ContentKind>;
 
+tagged_by!("role": InputMessage);
+tagged_by!("type": Block);
+
 #[derive(Deserialize)]
-#[serde(tag = "role", rename_all = "snake_case")]
+#[serde(rename_all = "snake_case")]
 enum InputMessage {
     System {
         content: Blocks,
@@ -165,7 +182,7 @@ struct CalledFunction {
 }
 
 #[derive(Deserialize)]
-#[serde(tag = "type", rename_all = "snake_case")]
+#[serde(rename_all = "snake_case")]
 enum Block {
     Text { text: String },
     ImageUrl { image_url: ImageUrl },

@@ -18,6 +18,7 @@ use std::collections::BTreeMap;
 
 use serde_json::Value;
 
+use crate::node::{FromNode, Node};
 use crate::types::{
     Error, Message, ModelVersion, Protocol, Request, SpecialTokens, Stage, ToolDefinition,
 };
@@ -142,18 +143,18 @@ impl Options {
 /// Takes linear time and bounded stack on any input: the JSON parser refuses more than 127 levels.
 /// Errors: always a bad request; the stage says whether the body's form or its meaning is at fault.
 pub fn convert(protocol: Protocol, body: &[u8], options: &Options) -> Result<Request, Error> {
-    let value: Value = serde_json::from_slice(body).map_err(|error| {
+    let document = Node::parse(body).map_err(|error| {
         Error::bad_request(Stage::Deserialize, format!("invalid JSON request: {error}"))
     })?;
     match protocol {
-        Protocol::Chat => chat::convert(typed(value)?, options),
-        Protocol::Responses => responses::convert(typed(value)?, options),
-        Protocol::Messages => messages::convert(typed(value)?, options),
+        Protocol::Chat => chat::convert(typed(document)?, options),
+        Protocol::Responses => responses::convert(typed(document)?, options),
+        Protocol::Messages => messages::convert(typed(document)?, options),
     }
 }
 
-fn typed<T: serde::de::DeserializeOwned>(value: Value) -> Result<T, Error> {
-    serde_json::from_value(value).map_err(|error| {
+fn typed<'de, T: FromNode<'de>>(document: Node<'de>) -> Result<T, Error> {
+    T::from_node(document).map_err(|error| {
         Error::bad_request(Stage::Deserialize, format!("invalid request body: {error}"))
     })
 }

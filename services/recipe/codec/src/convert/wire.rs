@@ -2,10 +2,11 @@
 
 use std::marker::PhantomData;
 
-use serde::de::{DeserializeOwned, Deserializer, Error as _};
+use serde::de::{Deserializer, Error as _};
 use serde::{Deserialize, Serialize};
-use serde_json::Value;
+use serde_json::Error;
 
+use crate::node::{self, FromNode, Node};
 use crate::types::Detail as ImageDetail;
 
 /// A field that is a string or a list, chosen by its JSON kind.
@@ -35,18 +36,33 @@ kind_error!(PlainKind, "expected a string or a list");
 kind_error!(OutputKind, "output should be a string or a list of output content parts");
 kind_error!(InputKind, "input should be a string or a list of input items");
 
-impl<'de, T: DeserializeOwned, M: KindError> Deserialize<'de> for TextOr<T, M> {
+impl<'de, T: FromNode<'de>, M: KindError> Deserialize<'de> for TextOr<T, M> {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        match Value::deserialize(deserializer)? {
-            Value::String(text) => Ok(TextOr::Text(text)),
-            Value::Array(items) => {
-                let items = items.into_iter().map(T::deserialize).collect::<Result<_, _>>();
-                items.map(|items| TextOr::List(items, PhantomData)).map_err(D::Error::custom)
-            }
-            _ => Err(D::Error::custom(M::TEXT)),
+        Self::from_node(Node::deserialize(deserializer)?).map_err(D::Error::custom)
+    }
+}
+
+impl<'de, T: FromNode<'de>, M: KindError> FromNode<'de> for TextOr<T, M> {
+    fn from_node(node: Node<'de>) -> Result<Self, Error> {
+        match node {
+            Node::String(text) => Ok(TextOr::Text(text.into_owned())),
+            list @ Node::Array(_) => node::list(list).map(|items| TextOr::List(items, PhantomData)),
+            _ => Err(Error::custom(M::TEXT)),
         }
     }
 }
+
+/// Makes an enum typed by the field that names its variant, with [`node::tagged`].
+macro_rules! tagged_by {
+    ($tag:literal: $($name:ident),+) => {$(
+        impl<'de> $crate::node::FromNode<'de> for $name {
+            fn from_node(node: $crate::node::Node<'de>) -> Result<Self, serde_json::Error> {
+                $crate::node::tagged(node, $tag)
+            }
+        }
+    )+};
+}
+pub(crate) use tagged_by;
 
 /// The one legal `type` of Chat tools and tool calls.
 #[derive(Debug, Deserialize)]

@@ -17,20 +17,21 @@ const GROUNDING: [Special; 8] = [
 pub struct Out<'a> {
     pub prompt: Prompt,
     tokens: &'a SpecialTokens,
-    /// First bytes of the grounding spellings.
-    starts_grounding: [bool; 256],
+    /// The grounding spellings that are not empty.
+    grounding: Vec<&'a str>,
+    /// The byte that all of them start with, if they share one: `<` by default.
+    grounding_start: Option<u8>,
 }
 
 impl<'a> Out<'a> {
     pub fn new(tokens: &'a SpecialTokens, capacity: usize) -> Self {
-        let mut starts_grounding = [false; 256];
-        for special in GROUNDING {
-            if let Some(byte) = tokens.get(special).bytes().next() {
-                starts_grounding[usize::from(byte)] = true;
-            }
-        }
+        let spellings = GROUNDING.iter().map(|special| tokens.get(*special));
+        let grounding: Vec<&str> = spellings.filter(|spelling| !spelling.is_empty()).collect();
+        let start = grounding.first().map(|spelling| spelling.as_bytes()[0]);
+        let grounding_start =
+            start.filter(|byte| grounding.iter().all(|spelling| spelling.as_bytes()[0] == *byte));
         let prompt = Prompt { text: String::with_capacity(capacity), specials: Vec::new() };
-        Out { prompt, tokens, starts_grounding }
+        Out { prompt, tokens, grounding, grounding_start }
     }
 
     /// Writes a control token; an empty spelling writes nothing and makes no range.
@@ -78,24 +79,27 @@ impl<'a> Out<'a> {
         self.prompt.text.push_str(text);
         let bytes = text.as_bytes();
         let mut at = 0;
-        while let Some(found) =
-            bytes[at..].iter().position(|byte| self.starts_grounding[usize::from(*byte)])
-        {
+        while let Some(found) = self.next_candidate(&bytes[at..]) {
             at += found;
-            let length = GROUNDING
-                .iter()
-                .map(|special| self.tokens.get(*special))
-                .find(|spelling| {
-                    !spelling.is_empty() && bytes[at..].starts_with(spelling.as_bytes())
-                })
-                .map(str::len);
-            match length {
-                Some(length) => {
-                    self.prompt.specials.push((start + at, start + at + length));
-                    at += length;
+            let found =
+                self.grounding.iter().find(|token| bytes[at..].starts_with(token.as_bytes()));
+            match found {
+                Some(token) => {
+                    self.prompt.specials.push((start + at, start + at + token.len()));
+                    at += token.len();
                 }
                 None => at += 1,
             }
+        }
+    }
+
+    /// Where a grounding spelling may start: the next byte that one of them starts with.
+    fn next_candidate(&self, bytes: &[u8]) -> Option<usize> {
+        match self.grounding_start {
+            Some(start) => memchr::memchr(start, bytes),
+            None => bytes.iter().position(|byte| {
+                self.grounding.iter().any(|spelling| spelling.as_bytes()[0] == *byte)
+            }),
         }
     }
 }

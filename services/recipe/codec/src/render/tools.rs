@@ -1,9 +1,10 @@
 //! The tool prompt, tool schemas and past tool calls; both templates share their shape.
 
-use serde_json::{Map, Value};
+use std::borrow::Cow;
 
 use super::out::Out;
 use crate::json::{self, Style};
+use crate::node::Node;
 use crate::types::{Special, ToolCall, ToolDefinition};
 
 /// What differs between the templates in the tags of tool calls.
@@ -85,14 +86,14 @@ impl Tags {
     }
 
     /// Writes one parameter: a string as its own text, anything else as JSON.
-    fn write_parameter(&self, out: &mut Out<'_>, name: &str, value: &Value) {
+    fn write_parameter(&self, out: &mut Out<'_>, name: &str, value: Node<'_>) {
         self.open(out, self.parameter, name);
-        if let Value::String(text) = value {
+        if let Node::String(text) = &value {
             out.plain("\" string=\"true\">");
             out.plain(text);
         } else {
             out.plain("\" string=\"false\">");
-            json::write(&mut out.prompt.text, value, self.style);
+            json::write(&mut out.prompt.text, &value.into_value(), self.style);
         }
         self.close(out, self.parameter);
     }
@@ -100,13 +101,14 @@ impl Tags {
     /// Writes the parameters of a call, `between` two of them and `after` the last, if any.
     pub fn write_parameters(&self, out: &mut Out<'_>, call: &ToolCall, between: &str, after: &str) {
         let parameters = parameters(&call.arguments);
-        for (index, (name, value)) in parameters.iter().enumerate() {
+        let is_empty = parameters.is_empty();
+        for (index, (name, value)) in parameters.into_iter().enumerate() {
             if index > 0 {
                 out.plain(between);
             }
-            self.write_parameter(out, name, value);
+            self.write_parameter(out, &name, value);
         }
-        if !parameters.is_empty() {
+        if !is_empty {
             out.plain(after);
         }
     }
@@ -132,9 +134,9 @@ pub const RESPONSE_FORMAT: &str = "## Response Format:\n\nYou MUST strictly adhe
                                    schema to reply:\n";
 
 /// The arguments as an object; text that is none becomes one parameter that holds it.
-fn parameters(arguments: &str) -> Map<String, Value> {
-    match serde_json::from_str(arguments) {
-        Ok(Value::Object(map)) => map,
-        _ => Map::from_iter([("arguments".to_owned(), Value::String(arguments.to_owned()))]),
+fn parameters(arguments: &str) -> Vec<(Cow<'_, str>, Node<'_>)> {
+    match Node::parse(arguments.as_bytes()) {
+        Ok(Node::Object(pairs)) => pairs,
+        _ => vec![("arguments".into(), Node::String(arguments.into()))],
     }
 }

@@ -4,11 +4,14 @@ use serde::Deserialize;
 use serde::de::{Deserializer, Error as _};
 use serde_json::Value;
 
-use crate::convert::wire::{EffortName, PlainKind, TextOr, Thinking};
+use crate::convert::wire::{EffortName, PlainKind, TextOr, Thinking, tagged_by};
+use crate::node::{self, FromNode, Node};
 
 #[derive(Deserialize)]
 pub struct Request {
     pub model: String,
+    /// Typed apart, for speed.
+    #[serde(skip)]
     pub messages: Vec<InputMessage>,
     pub max_tokens: Option<u32>,
     pub system: Option<TextOr<SystemBlock, PlainKind>>,
@@ -25,6 +28,24 @@ pub struct Request {
     _metadata: Option<Metadata>,
 }
 
+impl<'de> FromNode<'de> for Request {
+    fn from_node(mut node: Node<'de>) -> Result<Self, serde_json::Error> {
+        let messages = node.take("messages");
+        let mut request = Request::deserialize(node)?;
+        let messages = messages.ok_or_else(|| serde_json::Error::missing_field("messages"))?;
+        request.messages = node::list(messages)?;
+        Ok(request)
+    }
+}
+
+tagged_by!("type": SystemBlock, Block, ResultBlock);
+
+impl<'de> FromNode<'de> for InputMessage {
+    fn from_node(node: Node<'de>) -> Result<Self, serde_json::Error> {
+        Self::deserialize(node)
+    }
+}
+
 #[derive(Deserialize)]
 pub struct OutputConfig {
     pub effort: Option<EffortName>,
@@ -37,7 +58,7 @@ struct Metadata {
 }
 
 #[derive(Deserialize)]
-#[serde(tag = "type", rename_all = "snake_case")]
+#[serde(rename_all = "snake_case")]
 pub enum SystemBlock {
     Text { text: String },
 }
@@ -66,11 +87,11 @@ pub struct ClientTool {
 
 impl<'de> Deserialize<'de> for Tool {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let value = Value::deserialize(deserializer)?;
-        let tool = if value.get("type").is_some() {
-            ServerTool::deserialize(value).map(Tool::Server)
+        let node = Node::deserialize(deserializer)?;
+        let tool = if node.get("type").is_some() {
+            ServerTool::deserialize(node).map(Tool::Server)
         } else {
-            ClientTool::deserialize(value).map(Tool::Client)
+            ClientTool::deserialize(node).map(Tool::Client)
         };
         tool.map_err(D::Error::custom)
     }
@@ -110,7 +131,7 @@ pub enum Role {
 }
 
 #[derive(Deserialize)]
-#[serde(tag = "type", rename_all = "snake_case")]
+#[serde(rename_all = "snake_case")]
 pub enum Block {
     Text {
         text: String,
@@ -159,7 +180,7 @@ pub enum Block {
 }
 
 #[derive(Deserialize)]
-#[serde(tag = "type", rename_all = "snake_case")]
+#[serde(rename_all = "snake_case")]
 pub enum ResultBlock {
     Text { text: String },
     Image { source: ImageSource },

@@ -345,9 +345,9 @@ impl<'a, 'b> Walk<'a, 'b> {
         let mut out = Content::default();
         for (block_index, block) in blocks.into_iter().enumerate() {
             match block {
-                OutputBlock::InputText { text } => out.push_text(text),
-                OutputBlock::InputFile {} => out.push_text(UNSUPPORTED_DOCUMENT.to_owned()),
-                OutputBlock::InputImage(input) => {
+                OutputBlock::Text { text } => out.push_text(text),
+                OutputBlock::File {} => out.push_text(UNSUPPORTED_DOCUMENT.to_owned()),
+                OutputBlock::Image(input) => {
                     let location = || format!("input[{index}].output[{block_index}]");
                     self.push_image(&mut out, input, location, index)?;
                 }

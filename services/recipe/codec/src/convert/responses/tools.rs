@@ -73,7 +73,7 @@ impl<'a> Registry<'a> {
                 self.declare_namespace(name, description, tools, location, is_deferred)?;
             }
             Tool::Custom { name } => self.declare_custom(name, is_deferred)?,
-            Tool::ToolSearch { execution, description, parameters } => {
+            Tool::Search { execution, description, parameters } => {
                 if self.version == ModelVersion::V41 && *execution == Some(Execution::Client) {
                     self.client_tool_search = true;
                     self.tools.push(ClientTool {
@@ -260,7 +260,7 @@ pub fn reported(tool: &Tool) -> Option<Value> {
             "tools": tools.iter().map(reported_inner).collect::<Vec<_>>(),
         }),
         Tool::Custom { name } => json!({"type": "custom", "name": name}),
-        Tool::ToolSearch { execution, description, parameters } => json!({
+        Tool::Search { execution, description, parameters } => json!({
             "type": TOOL_SEARCH,
             "execution": execution,
             "description": description,

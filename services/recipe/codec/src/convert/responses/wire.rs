@@ -4,11 +4,16 @@ use serde::de::{Deserializer, Error as _};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::convert::wire::{BlocksKind, DetailName, EffortName, InputKind, OutputKind, TextOr};
+use crate::convert::wire::{
+    BlocksKind, DetailName, EffortName, InputKind, OutputKind, TextOr, tagged_by,
+};
+use crate::node::{FromNode, Node};
 
 #[derive(Deserialize)]
 pub struct Request {
     pub model: String,
+    /// Typed apart, for speed.
+    #[serde(skip)]
     pub input: Option<TextOr<Item, InputKind>>,
     pub instructions: Option<String>,
     pub reasoning: Option<Reasoning>,
@@ -21,6 +26,15 @@ pub struct Request {
     pub top_logprobs: Option<u8>,
     pub stream: Option<bool>,
     pub user: Option<String>,
+}
+
+impl<'de> FromNode<'de> for Request {
+    fn from_node(mut node: Node<'de>) -> Result<Self, serde_json::Error> {
+        let input = node.take("input").filter(|input| *input != Node::Null);
+        let mut request = Request::deserialize(node)?;
+        request.input = input.map(TextOr::from_node).transpose()?;
+        Ok(request)
+    }
 }
 
 #[derive(Deserialize)]
@@ -87,7 +101,8 @@ pub enum Tool {
     Custom {
         name: String,
     },
-    ToolSearch {
+    #[serde(rename = "tool_search")]
+    Search {
         execution: Option<Execution>,
         description: Option<String>,
         parameters: Option<Value>,
@@ -178,22 +193,22 @@ pub enum Item {
     Message(InputMessage),
 }
 
-impl<'de> Deserialize<'de> for Item {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        let value = Value::deserialize(deserializer)?;
-        let map = value.as_object().ok_or_else(|| D::Error::custom("invalid input item"))?;
-        if map.contains_key("type") {
-            TypedItem::deserialize(value).map(Item::Typed).map_err(D::Error::custom)
-        } else if map.contains_key("role") {
-            InputMessage::deserialize(value).map(Item::Message).map_err(D::Error::custom)
+tagged_by!("type": TypedItem, Block, OutputBlock);
+
+impl<'de> FromNode<'de> for Item {
+    fn from_node(node: Node<'de>) -> Result<Self, serde_json::Error> {
+        if node.get("type").is_some() {
+            TypedItem::from_node(node).map(Item::Typed)
+        } else if node.get("role").is_some() {
+            InputMessage::deserialize(node).map(Item::Message)
         } else {
-            Err(D::Error::custom("invalid input item"))
+            Err(serde_json::Error::custom("invalid input item"))
         }
     }
 }
 
 #[derive(Deserialize)]
-#[serde(tag = "type", rename_all = "snake_case")]
+#[serde(rename_all = "snake_case")]
 pub enum TypedItem {
     Message(InputMessage),
     Reasoning {
@@ -261,7 +276,7 @@ pub enum Role {
 }
 
 #[derive(Deserialize)]
-#[serde(tag = "type", rename_all = "snake_case")]
+#[serde(rename_all = "snake_case")]
 pub enum Block {
     InputText { text: String },
     OutputText { text: String },
@@ -270,11 +285,13 @@ pub enum Block {
 }
 
 #[derive(Deserialize)]
-#[serde(tag = "type", rename_all = "snake_case")]
 pub enum OutputBlock {
-    InputText { text: String },
-    InputImage(InputImage),
-    InputFile {},
+    #[serde(rename = "input_text")]
+    Text { text: String },
+    #[serde(rename = "input_image")]
+    Image(InputImage),
+    #[serde(rename = "input_file")]
+    File {},
 }
 
 #[derive(Deserialize)]
