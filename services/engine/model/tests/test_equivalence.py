@@ -5,6 +5,7 @@ In batch-invariant mode the comparison is of bits.
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -126,7 +127,7 @@ def test_equivalence_04_replay_keeps_the_stored_bytes_and_only_bounds_the_window
         for block, data in zip(warm.tables[1], stored[:2], strict=False):
             warm.runner.write_block(block, data)
         borders = [8, *cuts, 40]
-        for low, high in zip(borders, borders[1:], strict=False):
+        for low, high in itertools.pairwise(borders):
             warm.prefill(warm.row(1, low, high, valid_start=8, write_from=16))
         again = warm.blocks(1, 40)
         assert again[:2] == stored[:2]
