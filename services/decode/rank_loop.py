@@ -321,6 +321,10 @@ class DecodeRank:
         count_usage(sequence, said)
         sequence.said.extend(said)
         if said:
+            if not sequence.has_emitted:
+                sequence.has_emitted = True
+                if sequence.span is not None:
+                    sequence.span.add_event("first_token")
             sequence.stream.emit(said)
         self._hooks.persist(self, sequence)
         if outcome.stop is not None:

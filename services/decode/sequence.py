@@ -47,6 +47,7 @@ class Sequence:
     finished: bool = False  # leaves the running set at the next schedule
     paused: bool = False  # being exported: not scheduled
     span: Any = None
+    has_emitted: bool = False  # this engine has said a token: its span has the event
     released: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property

@@ -21,3 +21,7 @@ async def test_a_request_is_found_in_the_spans_of_prefill_and_decode_under_one_t
     names = {span.name for span in ours}
     assert {"prefill.request", "prefill.hand_off", "decode.commit", "decode.request"} <= names
     assert {f"{span.context.trace_id:032x}" for span in ours} == {"ab" * 16}
+    [decoded] = [span for span in ours if span.name == "decode.request"]
+    # What a first token waits for after the hand-off is read off the span.
+    assert [event.name for event in decoded.events] == ["first_token"]
+    assert decoded.start_time <= decoded.events[0].timestamp <= decoded.end_time
