@@ -9,6 +9,8 @@ Source: engine.md, sections 5.2 to 5.5.
 from __future__ import annotations
 
 import importlib.util
+import re
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,6 +20,10 @@ from typing import Any, Protocol
 from services.common.errors import Failure, Reason
 
 BACKEND = "llguidance"
+# Tokens that can be taken back; the drafts of one step are far fewer.
+_MAX_ROLLBACK = 64
+# How a grammar names a token by its id.
+_NAMED_ID = re.compile(r"<\[(\d+)\]>")
 
 
 class Matcher(Protocol):
@@ -180,8 +186,12 @@ class LlguidanceMatcher:
 
         self._matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0)
         self._end_id = int(tokenizer.eos_token)
-        # A complete grammar stops by itself and takes no end token then: such are only counted.
-        self._taken: list[bool] = []
+        # The backend miscounts the bytes of a token that the grammar names by its id when it takes
+        # it back, so the matcher as it was before such a token is kept instead.
+        self._named = frozenset(int(number) for number in _NAMED_ID.findall(grammar))
+        # Of each token: whether the backend took it (a complete grammar stops by itself and takes
+        # no end token then: such are only counted), and the matcher before it where that is kept.
+        self._taken: deque[tuple[bool, Any]] = deque(maxlen=_MAX_ROLLBACK)
         if self._matcher.is_error():
             raise Failure(Reason.SCHEMA_UNSUPPORTED, "the grammar does not load")
 
@@ -191,18 +201,24 @@ class LlguidanceMatcher:
     def accept(self, token_id: int) -> bool:
         if self._matcher.is_stopped():
             if token_id == self._end_id:
-                self._taken.append(False)
+                self._taken.append((False, None))
             return token_id == self._end_id
+        before = self._matcher.deep_copy() if token_id in self._named else None
         if int(self._matcher.try_consume_tokens([token_id])) != 1:
             return False
-        self._taken.append(True)
+        self._taken.append((True, before))
         return True
 
     def rollback(self, num: int) -> None:
-        real = sum(self._taken[-num:])
-        del self._taken[-num:]
-        if real:
-            self._matcher.rollback(real)
+        num_back = 0
+        for _ in range(num):
+            is_real, before = self._taken.pop()
+            if before is not None:
+                self._matcher, num_back = before, 0
+            else:
+                num_back += is_real
+        if num_back:
+            self._matcher.rollback(num_back)
 
 
 @lru_cache(maxsize=4)

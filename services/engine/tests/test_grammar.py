@@ -136,6 +136,24 @@ def artifact(schema):
     return llguidance.LLMatcher.grammar_from_json_schema(schema, overrides=strict).encode()
 
 
+@pytest.mark.parametrize("seed", range(30))
+def test_t15_drafts_over_tokens_that_the_grammar_names_are_taken_back_whole(library, seed):
+    grammar = 'start: (<[128825]> "ab" <[128825]> WORD)+\nWORD: /[c-f]+/'
+    matcher = library.load("llguidance", "tokenizer", grammar.encode())()
+    constraint = Constraint(matcher, stop_ids=frozenset({1}), vocab_size=129280)
+    words = _tokenizer(library.path, 129280, 1)
+    part = [128825, *words.tokenize_str("ab"), 128825, *words.tokenize_str("cdef")]
+    rng, said = random.Random(seed), part * 6
+    for at, token_id in enumerate(said):
+        drafts = said[at : at + rng.randint(0, 7)]
+        if drafts and rng.random() < 0.3:
+            drafts[-1] = 42
+        rows = constraint.masks(drafts)
+        for row, following in zip(rows, said[at:], strict=False):
+            assert row[following >> 3] >> (following & 7) & 1
+        assert constraint.advance(token_id)
+
+
 async def test_t16_random_allowed_tokens_with_drafts_on_always_parse(library):
     schema = {
         "type": "object",
