@@ -1,8 +1,9 @@
 """The child that compiles: reads a job, answers, reads the next; ends with its parent.
 
-Frames on stdin and stdout: u32 length, then JSON. Before each job the process gives itself the
-job's CPU seconds, and once its memory bound; what goes over is killed by the kernel, and the parent
-reports GRAMMAR_BUDGET. One nasty grammar can thus hurt nothing but its own request (S-06, UR-64).
+Frames on stdin and stdout: u32 length, then JSON; an answer is preceded by a frame that says the
+child has the job. Before each job the process gives itself the job's CPU seconds, and once its
+memory bound; what goes over is killed by the kernel, and the parent reports GRAMMAR_BUDGET. One
+nasty grammar can thus hurt nothing but its own request (S-06, UR-64).
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ def serve(source: BinaryIO, sink: BinaryIO) -> None:
             bounded = True
             _bound_memory(limits.memory_bytes)
         _bound_cpu(limits.cpu_s)
+        write_frame(sink, b'{"has_job": true}')  # from here on an end is the grammar's doing
         started_s = time.process_time()
         answer: dict[str, Any]
         try:

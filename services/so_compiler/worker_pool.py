@@ -21,6 +21,7 @@ from services.so_compiler.config import GrammarLimits
 log = logging.getLogger(__name__)
 
 _KILL_WAIT_S = 5.0
+_MAX_HAND_OVERS = 3
 # The child gets nothing of our environment but where to find the code.
 _CHILD_ENVIRONMENT = {
     "PYTHONPATH": os.pathsep.join(
@@ -76,14 +77,21 @@ class WorkerPool:
         process = await self._idle.get()
         healthy = False
         try:
-            if process is None or process.returncode is not None:
-                process = await self._start()
             try:
                 async with asyncio.timeout(min(wall_s, self._limits.wall_s)):
-                    answer = await self._ask(process, job)
+                    for _ in range(_MAX_HAND_OVERS):
+                        if process is None or process.returncode is not None:
+                            process = await self._start()
+                        if await self._has_taken(process, job):
+                            break
+                        self.num_lost += 1
+                        await self._end(process)
+                    else:
+                        raise Failure(Reason.INTERNAL, "no compiler child stays alive")
+                    answer = await _read_frame(process)
             except TimeoutError:
                 raise _over(f"compiling took longer than {self._limits.wall_s:g} s") from None
-            except (EOFError, ConnectionError, OSError):
+            except (EOFError, OSError):
                 self.num_lost += 1
                 raise _over("the grammar went over its budget of CPU or memory") from None
             healthy = True
@@ -98,15 +106,20 @@ class WorkerPool:
         """Ends all children."""
         await asyncio.gather(*(self._end(process) for process in list(self._processes)))
 
-    async def _ask(self, process: asyncio.subprocess.Process, job: Job) -> dict[str, Any]:
-        assert process.stdin is not None
-        assert process.stdout is not None
+    async def _has_taken(self, process: asyncio.subprocess.Process, job: Job) -> bool:
+        """Gives a child the job; False when it has died before it says that it has it.
+
+        Such an end, unlike a later one, is no fault of the grammar.
+        """
         frame = json.dumps({**asdict(job), "limits": asdict(self._limits)}).encode()
-        process.stdin.write(struct.pack("<I", len(frame)) + frame)
-        await process.stdin.drain()
-        (length,) = struct.unpack("<I", await process.stdout.readexactly(4))
-        answer: dict[str, Any] = json.loads(await process.stdout.readexactly(length))
-        return answer
+        assert process.stdin is not None
+        try:
+            process.stdin.write(struct.pack("<I", len(frame)) + frame)
+            await process.stdin.drain()
+            await _read_frame(process)
+        except (EOFError, OSError, RuntimeError):  # uvloop: RuntimeError for a closed pipe
+            return False
+        return True
 
     async def _start(self) -> asyncio.subprocess.Process:
         process = await asyncio.create_subprocess_exec(
@@ -127,6 +140,13 @@ class WorkerPool:
         with suppress(TimeoutError):
             async with asyncio.timeout(_KILL_WAIT_S):
                 await process.wait()
+
+
+async def _read_frame(process: asyncio.subprocess.Process) -> dict[str, Any]:
+    assert process.stdout is not None
+    (length,) = struct.unpack("<I", await process.stdout.readexactly(4))
+    answer: dict[str, Any] = json.loads(await process.stdout.readexactly(length))
+    return answer
 
 
 def _artifact_of(answer: dict[str, Any]) -> Artifact:

@@ -188,6 +188,20 @@ async def test_a_child_that_is_stopped_is_replaced() -> None:
         await pool.close()
 
 
+async def test_a_child_that_died_idle_is_no_fault_of_the_next_grammar() -> None:
+    pool = WorkerPool(1, LIMITS)
+    try:
+        easy = Job(pb.GRAMMAR_TYPE_JSON_OBJECT, "", {})
+        first = await pool.compile(easy, 60.0)
+        for num_lost in (1, 2):
+            (process,) = pool._processes
+            process.kill()  # not yet noticed when the next job comes
+            assert (await pool.compile(easy, 60.0)).data == first.data
+            assert (pool.num_lost, pool.num_processes) == (num_lost, 1)
+    finally:
+        await pool.close()
+
+
 async def test_cancelling_the_last_reader_kills_the_child_at_work() -> None:
     import os
     import signal
