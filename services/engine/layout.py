@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -105,8 +106,9 @@ class KvLayout:
         """Bytes of the part of a state that may be stored at an attach point."""
         return sum(region.length_bytes for region in self.regions if region.storable)
 
-    @property
+    @cached_property
     def signature(self) -> str:
         """Digest over every field; engines exchange KV only when theirs are equal."""
+        # Every pick, reservation and transfer names it.
         text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()

@@ -30,9 +30,12 @@ def entries(tag: int, parent_key: bytes, block_tokens: int, token_bytes: bytes) 
     """Entries of a block's first tokens, given as u32 LE bytes."""
     ids = array("I")
     ids.frombytes(token_bytes)
-    mixed = array("I", [i for i in ids for _ in range(_REPEAT)]).tobytes()
-    stream = key_stream(tag, parent_key, block_tokens)[: len(mixed)]
-    return _xor(stream, mixed)
+    # By slices, not in a loop: every step of every sequence checks some 1,000 tokens.
+    mixed = array("I", bytes(len(ids) * ENTRY_BYTES))
+    for part in range(_REPEAT):
+        mixed[part::_REPEAT] = ids
+    stream = key_stream(tag, parent_key, block_tokens)[: len(ids) * ENTRY_BYTES]
+    return _xor(stream, mixed.tobytes())
 
 
 def entry(tag: int, parent_key: bytes, block_tokens: int, offset: int, token_id: int) -> bytes:
