@@ -24,6 +24,10 @@ class Speech:
         """Returns the ids of text; `｜DSML｜` and other special spellings become their tokens."""
         return array("I", self._tokenizer.encode_full(text)).tolist()
 
+    def plain_ids(self, text: str) -> list[int]:
+        """Returns ordinary ids only, whatever the text spells."""
+        return array("I", self._tokenizer.encode_plain(text)).tolist()
+
     def script(
         self,
         answer: str = "",
