@@ -31,9 +31,8 @@ def test_e8m0_is_the_smallest_power_of_two_that_brings_the_group_into_range():
         x[0, 5] = amax
         assert int(f.quant_fp8_rows(x)[1]) - 127 == exponent, amax
     for byte in (0, 1, 127, 254):
-        assert float(f.e8m0_to_float(torch.tensor([byte], dtype=torch.uint8))) == 2.0 ** (
-            byte - 127
-        )
+        scale = torch.tensor([byte], dtype=torch.uint8)
+        assert float(f.e8m0_to_float(scale)) == 2.0 ** (byte - 127)
 
 
 @pytest.mark.parametrize(

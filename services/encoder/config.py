@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from services.common.config import require
 from services.common.service import RuntimeConfig
 from services.encoder.patches import PatchConfig
+from services.engine.model.settings import TorchConfig
 
 
 @dataclass(frozen=True)
@@ -19,12 +20,30 @@ class EncoderModelConfig:
     ns_per_patch: float = 2_000.0  # predicted time of the forward
     time_scale: float = 1.0  # 0 answers as fast as the machine can
     patches: PatchConfig = field(default_factory=PatchConfig)
+    torch: TorchConfig = field(default_factory=TorchConfig)
 
     def __post_init__(self) -> None:
-        require(self.engine == "sim", f"engine is sim, not {self.engine!r}")
+        require(self.engine in ("sim", "torch"), f"engine is sim or torch, not {self.engine!r}")
         require(self.hidden >= 1, "hidden must be at least 1")
         require(self.ns_per_patch >= 0, "ns_per_patch must not be negative")
         require(self.time_scale >= 0, "time_scale must not be negative")
+        if self.engine == "torch":
+            vision = self.torch.model.vision
+            require(vision is not None, "this model has no vision tower")
+            assert vision is not None
+            object.__setattr__(self, "hidden", self.torch.model.text.hidden_size)
+            planned = PatchConfig(
+                vision.patch_size,
+                vision.downsample_ratio,
+                vision.max_image_tokens,
+                vision.min_pixels,
+                vision.max_wh_ratio,
+            )
+            object.__setattr__(self, "patches", planned)
+
+    @property
+    def weights_id(self) -> str:
+        return "sim" if self.engine == "sim" else self.torch.weights_id
 
 
 @dataclass(frozen=True)

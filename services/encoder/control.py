@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from pelagos.engine.v1 import engine_control_pb2 as pb
 
 from services.common.errors import Failure, Reason
-from services.encoder.engine import WEIGHTS_ID, EncoderEngine
+from services.encoder.engine import EncoderEngine
 
 
 class EncoderControl:
@@ -32,7 +32,7 @@ class EncoderControl:
             role=pb.ENGINE_ROLE_VISION,
             engine=self._engine.config.model.engine,
             model_id=self._engine.config.model.model_id,
-            weights_id=WEIGHTS_ID,
+            weights_id=self._engine.config.model.weights_id,
             ep_size=1,
             dp_size=1,
             cp_size=1,

@@ -22,8 +22,7 @@ from services.engine.sim.pattern import embedding
 
 log = logging.getLogger(__name__)
 
-WEIGHTS_ID = "sim"
-PROCESSOR_ID = "sim-1"
+PROCESSOR_ID = "1"
 
 
 class Encoder(Protocol):
@@ -116,7 +115,7 @@ class EncoderEngine:
         if len(digest) != 32:
             raise Failure(Reason.INVALID_REQUEST, "an image's digest has 32 bytes")
         plan = self.plan(width, height)
-        namespace = f"{WEIGHTS_ID}\0{tenant}"
+        namespace = f"{config.model.weights_id}\0{tenant}"
         key = await asyncio.to_thread(
             cache_key, namespace, PROCESSOR_ID, config.model.patches, width, height, data + digest
         )

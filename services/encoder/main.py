@@ -35,7 +35,12 @@ async def build(runtime: Runtime[EncoderConfig]) -> None:
 async def build_engine(runtime: Runtime[EncoderConfig]) -> EncoderEngine:
     """As `build`; returns the engine, for tests."""
     config = runtime.config
-    engine = EncoderEngine(config, clock=runtime.clock)
+    encoder = None
+    if config.model.engine == "torch":
+        from services.encoder.vision import TorchEncoder
+
+        encoder = TorchEncoder(config)
+    engine = EncoderEngine(config, encoder, clock=runtime.clock)
     control = EncoderControl(engine, runtime.instance_id, runtime.boot_id, runtime.set_ready)
     runtime.server.add(
         encoder_pb2_grpc.add_EncoderServiceServicer_to_server,

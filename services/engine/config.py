@@ -9,6 +9,7 @@ from services.common.config import require
 from services.common.cost_model import CostModel
 from services.engine.grammar import GrammarLibrary
 from services.engine.layout import Geometry, KvLayout
+from services.engine.model.settings import TorchConfig
 from services.engine.runner import ModelRunner
 from services.engine.sim.config import COST, SimConfig, sim_layout
 from services.engine.sim.runner import SimRunner
@@ -27,37 +28,53 @@ class ModelConfig:
     max_model_len: int = 131072
     geometry: Geometry = field(default_factory=Geometry)
     sim: SimConfig = field(default_factory=SimConfig)
+    torch: TorchConfig = field(default_factory=TorchConfig)
     cost: CostModel = COST
 
     def __post_init__(self) -> None:
-        require(self.engine == "sim", f"engine is sim, not {self.engine!r}")
+        require(self.engine in ("sim", "torch"), f"engine is sim or torch, not {self.engine!r}")
         require(self.max_model_len > 1, "max_model_len must be above 1")
+        if self.engine == "torch":
+            # A network has the shape it was trained in; the simulation takes any.
+            object.__setattr__(self, "geometry", self.torch.geometry)
+            longest = self.torch.model.text.max_position_embeddings
+            object.__setattr__(self, "max_model_len", min(self.max_model_len, longest))
 
     def layout(self) -> KvLayout:
         """Returns the byte layout of the model's caches."""
+        if self.engine == "torch":
+            from services.engine.model.serve import layout_of  # torch is loaded when asked for
+
+            return layout_of(self.torch, self.model_id)
         return sim_layout(self.model_id, self.geometry)
 
     @property
     def vocab_size(self) -> int:
+        if self.engine == "torch":
+            return self.torch.model.text.vocab_size
         return self.sim.vocab_size
 
     @property
     def image_token_id(self) -> int:
+        if self.engine == "torch":
+            return self.torch.model.image_token_id
         return self.sim.ids.image
 
     @property
     def time_scale(self) -> float:
         """Returns how measured step times relate to the cost model's."""
-        return self.sim.time_scale
+        return self.sim.time_scale if self.engine == "sim" else 1.0
 
     def grammar_library(self) -> GrammarLibrary:
         """Returns what constrains output in this process."""
+        # A small network's ids are not those of the installed tokenizer.
+        fits = self.vocab_size >= SimConfig.vocab_size or bool(self.tokenizer_file)
         return GrammarLibrary(
             self.tokenizer_id,
             self.vocab_size,
-            self.sim.ids.end,
+            self.sim.ids.end if self.engine == "sim" else self.torch.model.eos_token_id,
             self.tokenizer_file,
-            self.grammar,
+            self.grammar and (self.engine == "sim" or fits),
         )
 
     def make_runner(
@@ -69,6 +86,10 @@ class ModelConfig:
         clock: Clock = SYSTEM_CLOCK,
     ) -> ModelRunner:
         """Returns the device of one rank."""
+        if self.engine == "torch":
+            from services.engine.model.serve import runner_of
+
+            return runner_of(self.torch, self.layout(), num_blocks, for_prefill=for_prefill)
         ring = self.geometry.prefill_ring if for_prefill else self.geometry.ring
         return SimRunner(
             self.layout(),

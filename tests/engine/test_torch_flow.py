@@ -22,6 +22,8 @@ from tests.integration.test_engines_cache import stored_prompt, with_hit
 pytestmark = pytest.mark.engine
 
 OFF = TorchConfig(truncation="off")
+# Blocks of 4 KiB, as the store of the cluster takes them.
+PACKED = TorchConfig(numerics="quantised-kv")
 GREEDY = {"temperature": 0.0, "stop_token_ids": []}
 
 
@@ -84,7 +86,7 @@ async def test_200_prompts_through_prefill_and_decode_give_the_tokens_of_the_run
 
 @pytest.mark.timeout(400)
 async def test_a_warm_cache_gives_the_tokens_of_the_runner_on_the_same_start(tmp_path):
-    torch = TorchConfig()
+    torch = PACKED
     ids = ids_of(100, 3)
     async with cluster(tmp_path, with_store=True, **both(torch)) as found:
         first = await stored_prompt(found, ids, max_tokens=30, **GREEDY)
@@ -118,7 +120,7 @@ def replayed_by_hand(
 
 @pytest.mark.timeout(400)
 async def test_a_stored_window_makes_a_warm_run_equal_to_a_cold_one(tmp_path):
-    torch = TorchConfig()
+    torch = PACKED
     ids = ids_of(75, 5)
     async with cluster(tmp_path, with_store=True, **both(torch)) as found:
         await stored_prompt(found, ids, max_tokens=8, **GREEDY)

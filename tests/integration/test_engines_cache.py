@@ -29,9 +29,9 @@ def with_hit(request, stored, found, swa=None):
     return request
 
 
-async def stored_prompt(found, ids, max_tokens=40):
+async def stored_prompt(found, ids, max_tokens=40, **sampling):
     """Runs a prompt once and waits until its full blocks are stored; returns the answer."""
-    answer = await ask(found, spec("first", ids, max_tokens=max_tokens))
+    answer = await ask(found, spec("first", ids, max_tokens=max_tokens, **sampling))
     decode = found.decodes[0].core
     wanted = (len(ids) + max_tokens - 1) // 16
     await eventually(
