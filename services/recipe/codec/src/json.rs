@@ -6,6 +6,8 @@
 
 use serde_json::{Number, Value};
 
+use crate::node::Node;
+
 /// How a value is written.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Style {
@@ -28,45 +30,80 @@ impl Style {
 }
 
 /// Returns the JSON text of `value`.
-pub fn to_string(value: &Value, style: Style) -> String {
+pub fn to_string(value: &impl Json, style: Style) -> String {
     let mut out = String::new();
-    write(&mut out, value, style);
+    value.write(&mut out, style);
     out
 }
 
-/// Appends the JSON text of `value`.
+/// A JSON document in memory.
 ///
-/// Recursion is bounded by the parser that made the value: 127 levels.
-pub fn write(out: &mut String, value: &Value, style: Style) {
-    match value {
-        Value::Null => out.push_str("null"),
-        Value::Bool(true) => out.push_str("true"),
-        Value::Bool(false) => out.push_str("false"),
-        Value::Number(number) => write_number(out, number, style),
-        Value::String(text) => write_string(out, text),
-        Value::Array(items) => {
-            out.push('[');
-            for (index, item) in items.iter().enumerate() {
-                if index > 0 {
-                    out.push_str(style.item_separator());
-                }
-                write(out, item, style);
+/// Recursion is bounded by the parser that made the document: 127 levels.
+pub trait Json {
+    /// Appends the JSON text of this document.
+    fn write(&self, out: &mut String, style: Style);
+}
+
+impl Json for Value {
+    fn write(&self, out: &mut String, style: Style) {
+        match self {
+            Value::Null => out.push_str("null"),
+            Value::Bool(value) => write_bool(out, *value),
+            Value::Number(number) => write_number(out, number, style),
+            Value::String(text) => write_string(out, text),
+            Value::Array(items) => write_array(out, items, style),
+            Value::Object(map) => {
+                write_object(out, map.iter().map(|(key, value)| (key.as_str(), value)), style);
             }
-            out.push(']');
-        }
-        Value::Object(map) => {
-            out.push('{');
-            for (index, (key, item)) in map.iter().enumerate() {
-                if index > 0 {
-                    out.push_str(style.item_separator());
-                }
-                write_string(out, key);
-                out.push_str(style.key_separator());
-                write(out, item, style);
-            }
-            out.push('}');
         }
     }
+}
+
+impl Json for Node<'_> {
+    fn write(&self, out: &mut String, style: Style) {
+        match self {
+            Node::Null => out.push_str("null"),
+            Node::Bool(value) => write_bool(out, *value),
+            Node::Number(number) => write_number(out, number, style),
+            Node::String(text) => write_string(out, text),
+            Node::Array(items) => write_array(out, items, style),
+            Node::Object(pairs) => {
+                write_object(out, pairs.iter().map(|(key, value)| (key.as_ref(), value)), style);
+            }
+        }
+    }
+}
+
+fn write_bool(out: &mut String, value: bool) {
+    out.push_str(if value { "true" } else { "false" });
+}
+
+fn write_array(out: &mut String, items: &[impl Json], style: Style) {
+    out.push('[');
+    for (index, item) in items.iter().enumerate() {
+        if index > 0 {
+            out.push_str(style.item_separator());
+        }
+        item.write(out, style);
+    }
+    out.push(']');
+}
+
+fn write_object<'a, T: Json + 'a>(
+    out: &mut String,
+    pairs: impl Iterator<Item = (&'a str, &'a T)>,
+    style: Style,
+) {
+    out.push('{');
+    for (index, (key, value)) in pairs.enumerate() {
+        if index > 0 {
+            out.push_str(style.item_separator());
+        }
+        write_string(out, key);
+        out.push_str(style.key_separator());
+        value.write(out, style);
+    }
+    out.push('}');
 }
 
 const NEEDS_ESCAPE: [bool; 256] = {
@@ -181,7 +218,11 @@ mod tests {
     use super::*;
 
     fn written(source: &str, style: Style) -> String {
-        to_string(&serde_json::from_str(source).expect("valid"), style)
+        let value: Value = serde_json::from_str(source).expect("valid");
+        let node = Node::parse(source.as_bytes()).expect("valid");
+        let text = to_string(&value, style);
+        assert_eq!(to_string(&node, style), text, "both documents write alike");
+        text
     }
 
     #[test]

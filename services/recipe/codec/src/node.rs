@@ -14,7 +14,9 @@ use serde::de::{
     MapAccess, SeqAccess, Unexpected, VariantAccess, Visitor,
 };
 use serde::forward_to_deserialize_any;
-use serde_json::{Error, Number, Value};
+#[cfg(test)]
+use serde_json::Value;
+use serde_json::{Error, Number};
 
 #[derive(Clone, Debug, PartialEq)]
 pub enum Node<'a> {
@@ -56,6 +58,7 @@ impl<'a> Node<'a> {
         Some(pairs.remove(at).1)
     }
 
+    #[cfg(test)]
     pub fn into_value(self) -> Value {
         match self {
             Node::Null => Value::Null,

@@ -9,7 +9,7 @@ use super::sampling::empty_string;
 use super::schema::Checker;
 use super::strict::{self, Subject};
 
-use crate::json::{self, Style};
+use crate::json::{Json, Style, write_string};
 use crate::types::{Error, OutputConstraint, ToolChoice, ToolDefinition};
 
 const MAX_NAME_BYTES: usize = 128;
@@ -160,14 +160,14 @@ fn tool_list(tools: &[ToolDefinition]) -> String {
             out.push(',');
         }
         out.push_str("{\"type\":\"function\",\"function\":{\"name\":");
-        json::write_string(&mut out, &tool.name);
+        write_string(&mut out, &tool.name);
         out.push_str(",\"description\":");
         match &tool.description {
-            Some(description) => json::write_string(&mut out, description),
+            Some(description) => write_string(&mut out, description),
             None => out.push_str("null"),
         }
         out.push_str(",\"parameters\":");
-        json::write(&mut out, &tool.parameters, Style::Compact);
+        tool.parameters.write(&mut out, Style::Compact);
         out.push_str(",\"strict\":");
         out.push_str(match tool.strict {
             None => "null",

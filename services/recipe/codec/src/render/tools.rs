@@ -3,7 +3,7 @@
 use std::borrow::Cow;
 
 use super::out::Out;
-use crate::json::{self, Style};
+use crate::json::{Json, Style, write_string};
 use crate::node::Node;
 use crate::types::{Special, ToolCall, ToolDefinition};
 
@@ -93,7 +93,7 @@ impl Tags {
             out.plain(text);
         } else {
             out.plain("\" string=\"false\">");
-            json::write(&mut out.prompt.text, &value.into_value(), self.style);
+            value.write(&mut out.prompt.text, self.style);
         }
         self.close(out, self.parameter);
     }
@@ -116,11 +116,11 @@ impl Tags {
     pub fn write_schema(&self, out: &mut Out<'_>, tool: &ToolDefinition) {
         let text = &mut out.prompt.text;
         text.push_str("{\"name\": ");
-        json::write_string(text, &tool.name);
+        write_string(text, &tool.name);
         text.push_str(", \"description\": ");
-        json::write_string(text, tool.description.as_deref().unwrap_or(""));
+        write_string(text, tool.description.as_deref().unwrap_or(""));
         text.push_str(", \"parameters\": ");
-        json::write(text, &tool.parameters, self.style);
+        tool.parameters.write(text, self.style);
         text.push('}');
     }
 }

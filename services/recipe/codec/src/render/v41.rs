@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use super::out::Out;
 use super::tools::{CLOSING, RESPONSE_FORMAT, V41};
 use super::{Rendered, capacity, is_prefix, is_tool_prompt_on};
-use crate::json;
+use crate::json::Json;
 use crate::types::{
     Conversation, Effort, ImageSource, Message, ResponseFormat, Special, SpecialTokens, ToolCall,
     ToolChoice,
@@ -258,7 +258,7 @@ impl Writer<'_> {
             ResponseFormat::JsonSchema(schema) => {
                 self.out.plain("\n\n");
                 self.out.plain(RESPONSE_FORMAT);
-                json::write(&mut self.out.prompt.text, schema, V41.style);
+                schema.write(&mut self.out.prompt.text, V41.style);
             }
         }
     }

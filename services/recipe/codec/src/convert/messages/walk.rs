@@ -11,7 +11,6 @@ use crate::convert::content::Content;
 use crate::convert::image_source::{self as image, FILE_ID_UNSUPPORTED};
 use crate::convert::wire::{PlainKind, TextOr};
 use crate::convert::{Options, WebSearch, bad};
-use crate::json::{Style, to_string};
 use crate::types::{
     Detail, Error, ImageData, ImageSource, Message, ModelVersion, Special, ToolCall, ToolDefinition,
 };
@@ -239,7 +238,7 @@ impl<'a> Walk<'a> {
                             "messages.{index}.content.{block_index}: `tool_use` ids must be unique"
                         )));
                     }
-                    calls.push(ToolCall { id, name, arguments: to_string(&input, Style::Sp) });
+                    calls.push(ToolCall { id, name, arguments: input.0 });
                 }
                 Block::ServerToolUse { .. } | Block::WebSearchToolResult { .. } => {
                     if !self.drops_web_search {

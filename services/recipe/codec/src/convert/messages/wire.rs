@@ -5,6 +5,7 @@ use serde::de::{Deserializer, Error as _};
 use serde_json::Value;
 
 use crate::convert::wire::{EffortName, PlainKind, TextOr, Thinking, tagged_by};
+use crate::json::{Style, to_string};
 use crate::node::{self, FromNode, Node};
 
 #[derive(Deserialize)]
@@ -41,8 +42,14 @@ impl<'de> FromNode<'de> for Request {
 tagged_by!("type": SystemBlock, Block, ResultBlock);
 
 impl<'de> FromNode<'de> for InputMessage {
-    fn from_node(node: Node<'de>) -> Result<Self, serde_json::Error> {
-        Self::deserialize(node)
+    fn from_node(mut node: Node<'de>) -> Result<Self, serde_json::Error> {
+        let missing = serde_json::Error::missing_field;
+        let content = node.take("content");
+        let role = node.take("role").ok_or_else(|| missing("role"))?;
+        Ok(InputMessage {
+            role: Role::deserialize(role)?,
+            content: TextOr::from_node(content.ok_or_else(|| missing("content"))?)?,
+        })
     }
 }
 
@@ -116,7 +123,6 @@ pub enum ToolChoice {
     None,
 }
 
-#[derive(Deserialize)]
 pub struct InputMessage {
     pub role: Role,
     pub content: TextOr<Block, PlainKind>,
@@ -159,7 +165,7 @@ pub enum Block {
     ToolUse {
         id: String,
         name: String,
-        input: Value,
+        input: Arguments,
     },
     ToolResult {
         tool_use_id: String,
@@ -177,6 +183,15 @@ pub enum Block {
     ToolAddition {
         tool: AddedTool,
     },
+}
+
+/// The input of a call as the text that the conversation holds.
+pub struct Arguments(pub String);
+
+impl<'de> Deserialize<'de> for Arguments {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        Node::deserialize(deserializer).map(|input| Arguments(to_string(&input, Style::Sp)))
+    }
 }
 
 #[derive(Deserialize)]

@@ -65,14 +65,12 @@ impl<'a, 'b> Walk<'a, 'b> {
     pub fn item(&mut self, item: Item, index: usize) -> Result<(), Error> {
         let last_output = self.group.last_output.take();
         match item {
-            Item::Message(message) | Item::Typed(TypedItem::Message(message)) => {
-                match last_output {
-                    Some(call_id) if self.is_resize_notice(&message) => {
-                        self.attach_notice(&call_id, message, index)
-                    }
-                    _ => self.message(message, index),
+            Item::Message(message) => match last_output {
+                Some(call_id) if self.is_resize_notice(&message) => {
+                    self.attach_notice(&call_id, message, index)
                 }
-            }
+                _ => self.message(message, index),
+            },
             Item::Typed(TypedItem::Reasoning { content, .. }) => {
                 self.barrier()?;
                 self.reasoning(content.unwrap_or_default());

@@ -31,7 +31,7 @@ pub fn convert(request: Request, options: &Options) -> Result<Converted, Error> 
         _ => None,
     });
     let mut registry = Registry::new(version, options, top_level);
-    for (index, tool) in declared.iter().enumerate() {
+    for (index, tool) in declared.into_iter().enumerate() {
         registry.declare(tool, || format!("tools[{index}]"), false)?;
     }
     // What a tool search found is not part of the map: the client knows those names already.
@@ -123,7 +123,7 @@ fn declare_discovered<K>(
         let first = registry.tools.len();
         for (index, tool) in tools.iter().enumerate() {
             let location = || format!("input[{item_index}].tools[{index}]");
-            registry.declare(tool, location, true)?;
+            registry.declare(tool.clone(), location, true)?;
         }
         let names = registry.tools[first..].iter().map(|tool| tool.name.clone());
         discovered.insert(item_index, names.collect());

@@ -89,7 +89,7 @@ pub enum Execution {
     Server,
 }
 
-#[derive(Deserialize)]
+#[derive(Clone, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum Tool {
     Function(Function),
@@ -114,7 +114,7 @@ pub enum Tool {
     Unknown,
 }
 
-#[derive(Deserialize)]
+#[derive(Clone, Deserialize)]
 pub struct Function {
     pub name: String,
     pub description: Option<String>,
@@ -123,13 +123,13 @@ pub struct Function {
 }
 
 /// Carried only to be echoed.
-#[derive(Deserialize)]
+#[derive(Clone, Deserialize)]
 pub struct WebSearch {
     pub search_context_size: Option<Level>,
     pub user_location: Option<UserLocation>,
 }
 
-#[derive(Deserialize, Serialize)]
+#[derive(Clone, Deserialize, Serialize)]
 pub struct UserLocation {
     city: Option<String>,
     country: Option<String>,
@@ -137,7 +137,7 @@ pub struct UserLocation {
     timezone: Option<String>,
 }
 
-#[derive(Deserialize)]
+#[derive(Clone, Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum InnerTool {
     Function(Function),
@@ -187,20 +187,22 @@ impl<'de> Deserialize<'de> for ToolChoice {
     }
 }
 
-/// An input item: typed, or a message when only a role is given.
+/// An input item. One with a role and no type is a message.
 pub enum Item {
-    Typed(TypedItem),
     Message(InputMessage),
+    Typed(TypedItem),
 }
 
 tagged_by!("type": TypedItem, Block, OutputBlock);
 
 impl<'de> FromNode<'de> for Item {
     fn from_node(node: Node<'de>) -> Result<Self, serde_json::Error> {
-        if node.get("type").is_some() {
+        let kind = node.get("type");
+        let is_message = matches!(kind, Some(Node::String(kind)) if kind == "message");
+        if is_message || (kind.is_none() && node.get("role").is_some()) {
+            InputMessage::from_node(node).map(Item::Message)
+        } else if kind.is_some() {
             TypedItem::from_node(node).map(Item::Typed)
-        } else if node.get("role").is_some() {
-            InputMessage::deserialize(node).map(Item::Message)
         } else {
             Err(serde_json::Error::custom("invalid input item"))
         }
@@ -210,7 +212,6 @@ impl<'de> FromNode<'de> for Item {
 #[derive(Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum TypedItem {
-    Message(InputMessage),
     Reasoning {
         content: Option<Vec<ReasoningText>>,
         /// Type-checked only.
@@ -260,10 +261,21 @@ pub struct ReasoningText {
     pub text: String,
 }
 
-#[derive(Deserialize)]
 pub struct InputMessage {
     pub role: Role,
     pub content: TextOr<Block, BlocksKind>,
+}
+
+impl<'de> FromNode<'de> for InputMessage {
+    fn from_node(mut node: Node<'de>) -> Result<Self, serde_json::Error> {
+        let missing = serde_json::Error::missing_field;
+        let content = node.take("content");
+        let role = node.take("role").ok_or_else(|| missing("role"))?;
+        Ok(InputMessage {
+            role: Role::deserialize(role)?,
+            content: TextOr::from_node(content.ok_or_else(|| missing("content"))?)?,
+        })
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Deserialize)]
