@@ -77,10 +77,11 @@ class Seen:
 
 @dataclass
 class Load:
-    """What the process found out."""
+    """What the process found out. `cpu_s` is without the start of the interpreter."""
 
     cpu_s: float
     start_s: float
+    startup_cpu_s: float = 0.0
     requests: list[Seen] = field(default_factory=list)
 
     def to_json(self) -> str:
@@ -194,7 +195,7 @@ class Connection(asyncio.Protocol):
 async def run(config: LoadConfig) -> Load:
     """Runs the load."""
     texts = prompts(config)
-    load = Load(0.0, time.monotonic())
+    load = Load(0.0, time.monotonic(), time.process_time())
     deadline_s = load.start_s + (config.seconds or float("inf"))
     host, _, port = config.address.rpartition(":")
     loop = asyncio.get_running_loop()
@@ -224,7 +225,7 @@ async def run(config: LoadConfig) -> Load:
     async with asyncio.TaskGroup() as group:
         for _ in range(config.concurrency):
             group.create_task(client())
-    load.cpu_s = time.process_time()
+    load.cpu_s = time.process_time() - load.startup_cpu_s
     return load
 
 

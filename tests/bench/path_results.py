@@ -120,7 +120,7 @@ def round_of(
             num_tokens += share * seen.output_tokens
     window_s = end_s - begin_s
     total = max(1, sum(seen.output_tokens for seen in good))
-    used_s = sum(cpu.values()) + load.cpu_s
+    used_s = sum(cpu.values()) + load.cpu_s + load.startup_cpu_s
     return Round(
         system=system,
         number=number,

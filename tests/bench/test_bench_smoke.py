@@ -68,13 +68,13 @@ def test_a_request_counts_by_the_share_of_its_life_inside_the_window():
 
     # The window of 4 s from 0 on is [1, 4): half of the first, the second, a third of the third.
     requests = [seen(0, 2), seen(2, 3), seen(3, 6), seen(1, 3, error="timeout")]
-    load = Load(cpu_s=0.3, start_s=0.0, requests=requests)
+    load = Load(cpu_s=0.3, start_s=0.0, startup_cpu_s=0.1, requests=requests)
     found = round_of("pelagos", 1, 2, 4.0, load, {"entrypoint": 0.6}, 2.0, 10.0)
     assert found.requests_per_s == pytest.approx((1 / 2 + 1 + 1 / 3) / 3)
     assert found.tokens_per_s == pytest.approx(100 * found.requests_per_s)
     assert found.cpu_us_per_token == {"entrypoint": pytest.approx(2000)}
     assert found.client_us_per_token == pytest.approx(1000)
-    assert found.others == pytest.approx((2.0 - 0.9) / 10)
+    assert found.others == pytest.approx((2.0 - 1.0) / 10)
     assert found.num_errors == 1
 
 
