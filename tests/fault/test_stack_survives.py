@@ -82,7 +82,7 @@ async def test_killing_an_engine_under_fifty_streams_is_not_noticed(stack, speec
 
 
 @pytest.mark.timeout(200)
-async def test_p_21_etcd_away_for_thirty_seconds_fails_no_request(stack, speech):
+async def test_p_21_ur_54_etcd_away_for_thirty_seconds_fails_no_request(stack, speech):
     failed: list = []
     num_answered = 0
     stop_at_s = time.monotonic() + 34
@@ -142,7 +142,7 @@ async def settled(stack: BackgroundStack, most: dict[str, int], pooled: bool) ->
 
 
 @pytest.mark.timeout(300)
-async def test_p_06_a_thousand_clients_that_vanish_leave_nothing_behind(stack, speech):
+async def test_p_06_ur_30_a_thousand_clients_that_vanish_leave_nothing_behind(stack, speech):
     assert_nothing_was_noticed(await run_streams(stack, speech, 4, lambda: asyncio.sleep(0)))
     idle = await asyncio.to_thread(held, stack, False)
     rng = random.Random(7)

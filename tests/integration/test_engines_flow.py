@@ -310,8 +310,8 @@ async def test_2_5_a_preempted_request_resumes_with_the_same_tokens(tmp_path):
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_p_06_t9_random_cancels_give_everything_back(tmp_path, seed):
-    """UR-29, UR-30: clients leave before, during and after the hand-off; nothing stays."""
+async def test_p_06_t9_ur_29_ur_30_random_cancels_give_everything_back(tmp_path, seed):
+    """Clients leave before, during and after the hand-off; nothing stays."""
     import random
 
     rng = random.Random(seed)

@@ -36,7 +36,7 @@ def test_load_counts_planned_patches_and_raw_ones_on_request():
     assert image_load(4000, 3000, NO_MINIMUM, raw=True) == 61490
 
 
-def test_no_size_ever_exceeds_the_token_limit():
+def test_ur_77_no_size_ever_exceeds_the_token_limit():
     for config in (NO_MINIMUM, PatchConfig(), PatchConfig(max_tokens=64, min_pixels=7056)):
         for width in (1, 7, 13, 42, 100, 999, 4096, 16383):
             for height in (1, 5, 41, 77, 640, 3333, 16383):
