@@ -33,7 +33,7 @@ from tests.bench import processes, rpc_hops
 from tests.bench.hops import hops_of, is_complete
 from tests.bench.load_client import LoadConfig, Seen
 from tests.bench.path_report import PELAGOS, STUB, render, splice
-from tests.bench.path_results import PathRow, Results, round_of
+from tests.bench.path_results import PathRow, Results, round_of, split_cost
 
 MODEL: Final = "DeepSeek-V4.1-Flash"
 DOCUMENT: Final = Path("docs/performance.md")
@@ -61,6 +61,7 @@ class BenchConfig:
     load_words: int = 250
     load_tokens: int = 64
     idle_s: float = 2.0
+    split_tokens: tuple[int, int] = (8, 200)  # output of the two loads that tell costs apart
     with_peer: bool = True
     seed: int = 1
 
@@ -177,6 +178,10 @@ class Bench:
                     "system and round, systems in turn within a round."
                 )
             await self._all_rounds(systems)
+            self._say("CPU of a request and of a token")
+            for system in systems:
+                if system.name != STUB:
+                    self.results.split[system.name] = await self._split(system)
 
     async def _all_rounds(self, systems: Sequence[processes.Target]) -> None:
         config = self.config
@@ -225,6 +230,32 @@ class Bench:
                     machine_after[1] - machine_before[1],
                 )
             )
+
+    async def _split(self, system: processes.Target) -> dict[str, tuple[float, float]]:
+        """Returns CPU µs by role: of a request, and of each token beyond."""
+        config = self.config
+        costs: list[dict[str, float]] = []
+        tokens: list[int] = []
+        for max_tokens in config.split_tokens:
+            before = processes.cpu_by_role(system.pids)
+            load = await processes.run_load(
+                LoadConfig(
+                    system.address,
+                    key=system.key,
+                    model=system.model,
+                    concurrency=max(1, max(config.concurrencies) // 2),
+                    num_requests=4 * config.num_requests,
+                    prompt_words=config.load_words,
+                    max_tokens=max_tokens,
+                    seed=config.seed + 500_000 + max_tokens,
+                    id_prefix=f"bench-split-{max_tokens}",
+                )
+            )
+            after = processes.cpu_by_role(system.pids)
+            num = max(1, len(self._good(load.requests, system.name)))
+            costs.append({role: 1e6 * (after[role] - before[role]) / num for role in after})
+            tokens.append(max_tokens)
+        return split_cost(costs[0], costs[1], tokens[0], tokens[1])
 
     # ---- inside --------------------------------------------------------------------------------
 

@@ -41,6 +41,7 @@ def render(results: Results) -> str:
         _ratios(results),
         "### CPU by process",
         _cpu(results),
+        _split(results),
     ]
     if results.errors:
         parts += ["### Errors", "\n".join(f"- {text}" for text in results.errors[:20])]
@@ -236,6 +237,24 @@ def _cpu(results: Results) -> str:
     rows.append(("(load client, its own process)", *client, "–"))
     head = ("process", *(f"µs per token at {level}" for level in levels), "idle, % of a core")
     return table(head, rows) + "\n\n" + _ceilings(results)
+
+
+def _split(results: Results) -> str:
+    """Says what a request costs and what each token adds; roles below 0.1 ms are left out."""
+    rows = [
+        (system, role, number(max(0.0, fixed) / 1e3), number(max(0.0, per_token)))
+        for system, roles in results.split.items()
+        for role, (fixed, per_token) in sorted(roles.items(), key=lambda item: -item[1][0])
+        if fixed >= 100 or per_token >= 1
+    ]
+    if not rows:
+        return ""
+    head = ("system", "process", "ms per request", "µs per output token beyond")
+    text = (
+        "The same CPU told apart by two loads that differ in the length of their answers. "
+        "Request and tokens, by process:"
+    )
+    return text + "\n\n" + table(head, rows)
 
 
 def _ceilings(results: Results) -> str:

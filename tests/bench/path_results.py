@@ -85,8 +85,25 @@ class Results:
     paths: list[PathRow] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
     idle_cores: dict[str, float] = field(default_factory=dict)  # by role
+    # system -> role -> CPU µs of a request, and of each of its output tokens
+    split: dict[str, dict[str, tuple[float, float]]] = field(default_factory=dict)
     peer: str = ""  # what is compared with, or why nothing is
     errors: list[str] = field(default_factory=list)
+
+
+def split_cost(
+    short: Mapping[str, float], long: Mapping[str, float], num_short: int, num_long: int
+) -> dict[str, tuple[float, float]]:
+    """Returns by role what a request costs and what each of its tokens adds.
+
+    Args:
+        short, long: cost of a request with few and with many output tokens, by role.
+    """
+    found = {}
+    for role in short:
+        per_token = (long[role] - short[role]) / (num_long - num_short)
+        found[role] = (short[role] - num_short * per_token, per_token)
+    return found
 
 
 def round_of(

@@ -12,7 +12,7 @@ from tests.bench import bench_path, processes
 from tests.bench.hops import HOPS, hops_of, percentile
 from tests.bench.load_client import Load, LoadConfig, Seen
 from tests.bench.path_report import BEGIN, END, render, splice
-from tests.bench.path_results import Results, round_of
+from tests.bench.path_results import Results, round_of, split_cost
 
 # Of each service that every request passes, whatever the machine does to its times.
 PASSED = ("recipe.Encode", "CHECK.Match", "prefill-lb: queue", "decode-lb.PickRank", "hand-off")
@@ -39,6 +39,7 @@ def test_one_short_run_fills_every_table(tmp_path):
             [row] = re.findall(rf"^\| {system} \| {concurrency} \|.*$", text, re.MULTILINE)
             assert row.endswith("| 0 |"), f"errors: {row}"
     assert "left out by a flag" in text
+    assert "told apart by two loads" in text
     assert re.search(r"^\| entrypoint \| [\d.,]+ \| [\d.,]+ \| [\d.]+ \|$", text, re.MULTILINE)
 
 
@@ -76,6 +77,11 @@ def test_a_request_counts_by_the_share_of_its_life_inside_the_window():
     assert found.client_us_per_token == pytest.approx(1000)
     assert found.others == pytest.approx((2.0 - 1.0) / 10)
     assert found.num_errors == 1
+
+
+def test_the_cost_of_a_request_is_told_from_that_of_its_tokens():
+    found = split_cost({"a": 180.0, "b": 50.0}, {"a": 500.0, "b": 50.0}, 8, 40)
+    assert found == {"a": (100.0, 10.0), "b": (50.0, 0.0)}
 
 
 def test_hops_are_read_off_the_spans_of_one_request():
