@@ -57,6 +57,7 @@ CHOICES: dict[str, dict[str, Any]] = {
         "named": {"type": "tool", "name": "note"},
     },
 }
+MESSAGE_EVENTS: TypeAdapter[RawMessageStreamEvent] = TypeAdapter(RawMessageStreamEvent)
 RESPONSE_EVENTS: dict[str, type[BaseModel]] = {
     kind: member
     for member in typing.get_args(typing.get_args(ResponseStreamEvent)[0])
@@ -70,7 +71,7 @@ def validate_frame(api: str, event: dict[str, Any]) -> None:
         ChatCompletionChunk.model_validate(event)
     elif api == MESSAGES:
         if event != {"type": "ping"}:  # a sign of life that the published union leaves out
-            TypeAdapter(RawMessageStreamEvent).validate_python(event)
+            MESSAGE_EVENTS.validate_python(event)
     else:
         usage = event.get("response", {}).get("usage")
         if usage:  # newer than the codec that we follow to the byte; clients take it as absent
