@@ -433,7 +433,7 @@ def prefix_burst(bench, count, prefix=b"cold"):
         bench.submit(f"r{index}", num_tokens=5_000, prefix_key=prefix)
 
 
-def test_p_35_one_request_computes_a_cold_prefix_and_the_rest_follow():
+def test_p_35_ur_46_one_request_computes_a_cold_prefix_and_the_rest_follow():
     bench = Bench()
     bench.join("e1")
     prefix_burst(bench, 64)
