@@ -255,7 +255,9 @@ class _Models:
             wanted = scope.get("path_params", {}).get("model")
             documents = [_model_document(name, api) for name in names]
             if wanted is None:
-                await _send_json(answer, 200, _list_document(documents, api))
+                await _send_json(
+                    answer, 200, _list_document(documents, api), _id_headers(request_id)
+                )
                 return
             found = next((d for d in documents if d["id"] == wanted), None)
             if found is None:
@@ -305,7 +307,10 @@ class _Health:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         good = self._is_good()
-        await _send_json(Answer(scope, send, 60.0), 200 if good else 503, {"ok": good})
+        request_id = _request_id(dict(scope["headers"]))
+        await _send_json(
+            Answer(scope, send, 60.0), 200 if good else 503, {"ok": good}, _id_headers(request_id)
+        )
 
 
 class _Index:
@@ -326,6 +331,7 @@ class _Index:
             (b"content-type", b"text/html; charset=utf-8"),
             (b"content-length", str(len(page)).encode()),
             (b"content-security-policy", b"default-src 'none'; style-src 'unsafe-inline'"),
+            *_id_headers(_request_id(dict(scope["headers"]))),
         ]
         await self._front.answer(scope, send).whole(200, headers, page)
 

@@ -1,8 +1,8 @@
 """uvicorn's HTTP/1.1 protocol with the limits that must hold before any request exists.
 
 Request line, headers and their count (431), time to complete headers (408), connections per
-address (429) and in all (503). Bodies are limited where they are read (`http_body.py`).
-Source: reliability-and-security.md, section 3.
+address (429) and in all (503), requests sent ahead of their answers. Bodies are limited where they
+are read (`http_body.py`). Source: reliability-and-security.md, section 3.
 """
 
 from __future__ import annotations
@@ -11,17 +11,25 @@ import asyncio
 import http
 import json
 from collections import Counter
+from collections.abc import MutableMapping
 from typing import Any, Final
 
 from uvicorn.config import Config
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
+from services.common.errors import Reason
+from services.common.ids import new_request_id
 from services.entrypoint.limits import Limits
 
 # ASGI extension under which a handler finds how to break its connection.
 ABORT_EXTENSION: Final = "pelagos.abort"
 _UNKNOWN: Final = "unknown"
+_REASONS: Final = {429: Reason.QUOTA, 503: Reason.OVERLOADED}  # of what is not the request's fault
+
+
+class _Refused(Exception):
+    """Stops the parser in the middle of what was received."""
 
 
 class Connections:
@@ -72,7 +80,9 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._address: str | None = None
         self._refused = False
         self._in_headers = False
-        self._num_header_bytes = 0
+        self._num_header_bytes = 0  # as received
+        self._num_field_bytes = 0  # of the complete fields among them
+        self._running: RequestResponseCycle | None = None
         self._header_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -88,8 +98,13 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._start_header_timer()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Gives the place back."""
+        """Gives the place back; the running request learns of it, the waiting ones never run."""
         self._stop_header_timer()
+        # uvicorn tells the newest request alone, which may be one that waits behind this one.
+        if self._running is not None and not self._running.response_complete:
+            self._running.disconnected = True
+            self._running.message_event.set()
+        self.pipeline.clear()
         if self._address is not None:
             self._in_use.leave(self._address)
             self._address = None
@@ -112,7 +127,7 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         """Starts a request's counts."""
         super().on_message_begin()
         self._in_headers = True
-        self._num_header_bytes = 0
+        self._num_header_bytes = self._num_field_bytes = 0
         self.scope["extensions"] = {ABORT_EXTENSION: {"abort": self._abort, "bytes": self._queued}}
 
     def on_url(self, url: bytes) -> None:
@@ -120,13 +135,18 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_url(url)
         if len(self.url) > self._limits.max_request_line_bytes:
             self._refuse(431, "invalid_request_error", "the request line is too long")
+            raise _Refused
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """Checks size and number of the headers."""
         super().on_header(name, value)
-        size = sum(len(n) + len(v) + 4 for n, v in self.headers)
-        if size > self._limits.max_header_bytes or len(self.headers) > self._limits.max_headers:
+        self._num_field_bytes += len(name) + len(value) + 4
+        if (
+            self._num_field_bytes > self._limits.max_header_bytes
+            or len(self.headers) > self._limits.max_headers
+        ):
             self._refuse(431, "invalid_request_error", "the request headers are too large")
+            raise _Refused  # what was received may hold tens of thousands more
 
     def on_headers_complete(self) -> None:
         """Hands the request over, unless it was refused."""
@@ -137,6 +157,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         super().on_headers_complete()
         if self._in_use.is_draining:
             self.cycle.keep_alive = False
+        if self.scope["http_version"] == "1.0":
+            _end_with_the_connection(self.cycle)
+        if len(self.pipeline) > self._limits.max_pipelined:
+            self._refuse(400, "invalid_request_error", "too many requests wait for their answers")
+            raise _Refused
+        if self.pipeline:
+            # uvicorn reads no more until the answer is out, and so would not see the client leave.
+            self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
         """Passes a piece of the body on."""
@@ -147,6 +175,14 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         """Ends the request's body."""
         if not self._refused:
             super().on_message_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Answers what is no HTTP, unless it is the refusal that stopped the parser."""
+        self._refuse(400, "invalid_request_error", "the request is not valid HTTP")
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._running = cycle
+        super()._start_asgi_task(cycle, app)
 
     @property
     def _is_between_requests(self) -> bool:
@@ -168,11 +204,17 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         self._refuse(408, "invalid_request_error", "the request headers came too slowly")
 
     def _refuse(self, status: int, kind: str, message: str) -> None:
-        """Answers with an error and closes; what else was received is dropped."""
+        """Answers with an error and closes; what else was received is dropped.
+
+        While another answer is in progress an error has no place on the wire: the connection ends.
+        """
         if self._refused or self.transport.is_closing():
             return
         self._refused = True
         self._stop_header_timer()
+        if self._running is not None and not self._running.response_complete:
+            self.transport.abort()
+            return
         error = {"message": message, "type": kind, "param": None, "code": kind}
         body = json.dumps({"error": error}, separators=(",", ":")).encode()
         phrase = http.HTTPStatus(status).phrase
@@ -180,6 +222,8 @@ class LimitedHttpProtocol(HttpToolsProtocol):
         head = (
             f"HTTP/1.1 {status} {phrase}\r\ncontent-type: application/json\r\n"
             f"content-length: {len(body)}\r\nx-should-retry: {str(bool(retry)).lower()}\r\n"
+            f"x-request-id: {new_request_id()}\r\n"
+            f"x-error-reason: {_REASONS.get(status, Reason.INVALID_REQUEST).value}\r\n"
             f"{retry}connection: close\r\n\r\n"
         )
         self.transport.write(head.encode() + body)
@@ -190,3 +234,21 @@ class LimitedHttpProtocol(HttpToolsProtocol):
 
     def _queued(self) -> int:
         return self.transport.get_write_buffer_size()
+
+
+def _end_with_the_connection(cycle: RequestResponseCycle) -> None:
+    """Makes an answer to HTTP/1.0 of unknown length end by closing: chunks are 1.1 (RFC 9112)."""
+    send = cycle.send
+    has_length = True
+
+    async def send_unframed(message: MutableMapping[str, Any]) -> None:
+        nonlocal has_length
+        if message["type"] == "http.response.start":
+            has_length = any(name.lower() == b"content-length" for name, _ in message["headers"])
+            if not has_length:
+                cycle.chunked_encoding = False
+        elif not has_length:
+            cycle.expected_content_length = len(message.get("body", b""))
+        await send(message)  # type: ignore[arg-type]
+
+    cycle.send = send_unframed  # type: ignore[method-assign,assignment]

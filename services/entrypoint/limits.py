@@ -29,6 +29,7 @@ class Limits:
     max_connections: int = 10_000
     max_connections_per_address: int = 256
     keep_alive_timeout_s: float = 75.0
+    max_pipelined: int = 16  # requests behind the one that is being answered, per connection
 
     # Bodies.
     max_body_bytes: int = 32 * MIB

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
+import json
 import pickle
 import random
 import re
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 import services.entrypoint
 import services.so_compiler
 from services.common.errors import Failure, Reason
-from services.entrypoint.tests.stack import content_of, running_stack, text_of
+from services.entrypoint.http_server import HttpServer
+from services.entrypoint.limits import Limits
+from services.entrypoint.tests.stack import content_of, running_stack, text_of, until
 
 # What would run or trust data from outside (S-07, UR-79).
 _FORBIDDEN = re.compile(
@@ -151,3 +158,111 @@ async def test_a_request_id_may_be_used_again(tmp_path: Path) -> None:
         first, second = stack.lb.specs
         assert first.key.request_id == second.key.request_id == "again"
         assert second.key.epoch >= first.key.epoch
+
+
+async def _connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    host, _, port = address.rpartition(":")
+    return await asyncio.open_connection(host, int(port))
+
+
+async def _no_app(scope: Any, receive: Any, send: Any) -> None:
+    raise AssertionError("no request was complete")
+
+
+class RecordingTransport(asyncio.Transport):
+    """Keeps what is written."""
+
+    written = b""
+
+    def write(self, data: Any) -> None:
+        self.written += bytes(data)
+
+    def close(self) -> None:
+        pass
+
+    def is_closing(self) -> bool:
+        return False
+
+
+async def test_s_07_the_parser_stops_at_the_header_that_is_one_too_many() -> None:
+    server = HttpServer(_no_app, "127.0.0.1:0", Limits())
+    protocol = server._protocol()
+    transport = RecordingTransport()
+    protocol.connection_made(transport)  # type: ignore[attr-defined]
+    protocol.data_received(b"GET / HTTP/1.1\r\n" + b"a:\r\n" * 50_000)  # type: ignore[attr-defined]
+    assert transport.written.startswith(b"HTTP/1.1 431 ")
+    assert transport.written.count(b"HTTP/1.1 ") == 1
+    assert len(protocol.headers) == Limits().max_headers + 1  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "data", [b"\0" * 50, b"GET / HTTP/1.1\r\n" + b"a:\r\n" * 200, b"GET /" + b"x" * 9000]
+)
+async def test_refusals_of_the_protocol_carry_a_request_id_and_a_reason(
+    tmp_path: Path, data: bytes
+) -> None:
+    async with running_stack(tmp_path) as stack:
+        reader, writer = await _connect(stack.base_url.removeprefix("http://"))
+        writer.write(data)
+        async with asyncio.timeout(20):
+            answer = (await reader.read()).decode()
+        writer.close()
+    head, _, body = answer.partition("\r\n\r\n")
+    assert "\r\nx-request-id: req-" in head
+    assert "\r\nx-error-reason: INVALID_REQUEST" in head
+    assert json.loads(body)["error"]["type"] == "invalid_request_error"
+
+
+async def test_a_stream_to_http_1_0_has_no_chunks(tmp_path: Path) -> None:
+    async with running_stack(tmp_path) as stack:
+        body = json.dumps(stack.chat(max_tokens=5, stream=True)).encode()
+        reader, writer = await _connect(stack.base_url.removeprefix("http://"))
+        writer.write(
+            f"POST /v1/chat/completions HTTP/1.0\r\ncontent-length: {len(body)}\r\n"
+            f"authorization: Bearer {stack.key}\r\n\r\n".encode()
+            + body
+        )
+        async with asyncio.timeout(20):
+            answer = (await reader.read()).decode()
+        writer.close()
+    head, _, text = answer.partition("\r\n\r\n")
+    assert head.startswith("HTTP/1.1 200 ")
+    assert "transfer-encoding" not in head
+    assert text.startswith("data: ")
+    assert text.endswith("data: [DONE]\n\n")
+    assert content_of(text) == text_of(5)
+
+
+async def test_p_06_a_client_that_leaves_with_a_request_behind_its_first_is_noticed(
+    tmp_path: Path,
+) -> None:
+    async with running_stack(tmp_path) as stack:
+        stack.decode[0].gate.clear()
+        body = json.dumps(stack.chat(max_tokens=50)).encode()
+        one = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
+            f"authorization: Bearer {stack.key}\r\n\r\n"
+        ).encode() + body
+        _, writer = await _connect(stack.base_url.removeprefix("http://"))
+        writer.write(one * 2)
+        await until(lambda: bool(stack.lb.specs))
+        writer.close()
+        await stack.idle()
+        assert len(stack.lb.specs) == 1  # the second never ran
+
+
+async def test_requests_ahead_of_their_answers_are_bounded(tmp_path: Path) -> None:
+    async with running_stack(tmp_path) as stack:
+        stack.decode[0].gate.clear()
+        body = json.dumps(stack.chat(max_tokens=50)).encode()
+        first = (
+            f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
+            f"authorization: Bearer {stack.key}\r\n\r\n"
+        ).encode() + body
+        reader, writer = await _connect(stack.base_url.removeprefix("http://"))
+        writer.write(first + b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n" * 17)
+        async with asyncio.timeout(20):
+            with contextlib.suppress(ConnectionError):
+                assert await reader.read() == b""  # closed with nothing out of its turn
+        writer.close()
+        await stack.idle()
