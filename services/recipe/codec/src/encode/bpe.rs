@@ -12,7 +12,7 @@ use super::cjk::CjkChars;
 use super::file::{LoadError, TokenizerFile};
 use super::merges::{Merges, Token};
 use super::pieces::piece_end;
-use super::small::{MAX_PARTS, merge_by_rank};
+use super::small::merge_bytes;
 use super::trie::Trie;
 use super::words::{Head, Key, MAX_CACHED_IDS, MAX_KEY_LEN, WordCache, WordTable};
 
@@ -40,11 +40,18 @@ pub struct Scratch {
     tokens: Vec<Token>,
     /// Positions where no continuation exists, ascending bit order; grown on the first failure.
     dead: Vec<u64>,
+    /// Candidates tried by the last search: what bounds its time.
+    num_tried: usize,
 }
 
 impl Scratch {
     pub fn new() -> Self {
-        Scratch { recent: WordCache::new(RECENT_BITS), tokens: Vec::new(), dead: Vec::new() }
+        Scratch {
+            recent: WordCache::new(RECENT_BITS),
+            tokens: Vec::new(),
+            dead: Vec::new(),
+            num_tried: 0,
+        }
     }
 }
 
@@ -158,13 +165,15 @@ impl Bpe {
         if text[piece.start] >= 0xE0 && self.cjk.encode(&text[piece.clone()], &self.merges, ids) {
             return;
         }
-        if piece.len() <= MAX_MERGED_LEN {
-            let mut tokens = [0; MAX_PARTS];
-            let len = piece.len();
-            for (token, byte) in tokens.iter_mut().zip(&text[piece]) {
-                *token = Token::from(*byte);
+        if piece.len() > MAX_KEY_LEN {
+            // Of a short piece the table has told that it is no token.
+            let whole = self.trie.longest(&text[piece.clone()]);
+            if self.merges.len(whole) == piece.len() {
+                return ids.push(self.merges.id(whole));
             }
-            return merge_by_rank(&mut tokens, len, &self.merges, ids);
+        }
+        if piece.len() <= MAX_MERGED_LEN {
+            return merge_bytes(&text[piece], &self.merges, ids);
         }
         self.search(text, piece, scratch);
         self.write_ids(&scratch.tokens, ids);
@@ -191,8 +200,9 @@ impl Bpe {
 
     /// Leaves the encoding of a piece in `scratch.tokens`.
     fn search(&self, text: &[u8], piece: Range<usize>, scratch: &mut Scratch) {
-        let Scratch { tokens, dead, .. } = scratch;
+        let Scratch { tokens, dead, num_tried, .. } = scratch;
         tokens.clear();
+        *num_tried = 0;
         dead.clear();
         let Range { start, end } = piece;
         let mut at = start;
@@ -205,6 +215,7 @@ impl Bpe {
                         && tokens.last().is_none_or(|last| self.merges.may_touch(*last, token))
                 };
                 while let Some(token) = candidate {
+                    *num_tried += 1;
                     if fits(token) {
                         break;
                     }
@@ -237,4 +248,79 @@ fn mark_dead(dead: &mut Vec<u64>, at: usize, len: usize) {
         dead.resize((len >> 6) + 1, 0);
     }
     dead[at >> 6] |= 1 << (at & 63);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A vocabulary in which long tokens tempt the search and are then refused.
+    fn tempting() -> Bpe {
+        let mut vocab: Vec<(Vec<u8>, u32)> = (0..=255u8).map(|b| (vec![b], u32::from(b))).collect();
+        let mut merges = Vec::new();
+        let add = |left: usize, right: usize, vocab: &mut Vec<(Vec<u8>, u32)>| {
+            let bytes = [vocab[left].0.as_slice(), vocab[right].0.as_slice()].concat();
+            vocab.push((bytes, vocab.len() as u32));
+            vocab.len() - 1
+        };
+        let (a, b) = (usize::from(b'a'), usize::from(b'b'));
+        for (left, right) in [(a, a), (a, b), (b, a)] {
+            let merged = add(left, right, &mut vocab);
+            merges.push([left as u32, right as u32, merged as u32]);
+        }
+        let mut last = 256;
+        for _ in 0..6 {
+            let merged = add(last, last, &mut vocab);
+            merges.push([last as u32, last as u32, merged as u32]);
+            let odd = add(merged, 257, &mut vocab);
+            merges.push([merged as u32, 257, odd as u32]);
+            last = merged;
+        }
+        Bpe::new(&TokenizerFile { added: Vec::new(), vocab, merges }).expect("a proper vocabulary")
+    }
+
+    /// Merges as the rules say: least rank, leftmost first. Quadratic.
+    fn by_the_rules(bpe: &Bpe, piece: &[u8]) -> Vec<Token> {
+        let mut tokens: Vec<Token> = piece.iter().map(|byte| Token::from(*byte)).collect();
+        loop {
+            let pairs = tokens.windows(2).enumerate();
+            let found =
+                pairs.filter_map(|(at, pair)| Some((bpe.merges.merged(pair[0], pair[1])?, at)));
+            let Some((merged, at)) = found.min() else { return tokens };
+            tokens[at] = merged;
+            tokens.remove(at + 1);
+        }
+    }
+
+    #[test]
+    fn the_search_finds_what_the_rules_give() {
+        let bpe = tempting();
+        let mut scratch = Scratch::new();
+        let mut bits = 1u64;
+        for len in 1..200 {
+            for _ in 0..20 {
+                let piece: Vec<u8> = (0..len)
+                    .map(|_| {
+                        bits = bits.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(99);
+                        if bits >> 61 == 0 { b'b' } else { b'a' }
+                    })
+                    .collect();
+                let wanted = by_the_rules(&bpe, &piece);
+                assert_eq!(bpe.search_tokens(&piece, &mut scratch), wanted, "{piece:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn the_search_tries_a_bounded_number_of_candidates_per_byte() {
+        let bpe = tempting();
+        let mut scratch = Scratch::new();
+        for pattern in ["a", "ab", "aab", "aaaab", "b", "abaab", "aaaaaaaaaaaaaaaab"] {
+            for len in [1_000, 10_000, 100_000] {
+                let piece: Vec<u8> = pattern.bytes().cycle().take(len).collect();
+                bpe.search(&piece, 0..len, &mut scratch);
+                assert!(scratch.num_tried <= 16 * len, "{pattern}: {}", scratch.num_tried);
+            }
+        }
+    }
 }

@@ -4,7 +4,7 @@
 //! merge ever takes a part of the character away from it; that is read off the merge rules once.
 
 use super::merges::{Merges, NUM_BYTES, Token};
-use super::small::{MAX_PARTS, merge_by_rank};
+use super::small::{MAX_PARTS, merge_tokens};
 
 /// The first and last code point that can be in a CJK piece.
 const FIRST: u32 = 0x3040;
@@ -46,7 +46,7 @@ impl CjkChars {
                 _ => return false,
             }
         }
-        merge_by_rank(&mut tokens, len, merges, ids);
+        merge_tokens(&mut tokens, len, merges, ids);
         true
     }
 }

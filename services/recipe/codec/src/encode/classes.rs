@@ -61,3 +61,41 @@ const fn ascii() -> [Class; 256] {
 pub fn class_of(code: u32) -> Class {
     TABLE[code as usize]
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Guards the generated table, and says which engine's Unicode version it has.
+    #[test]
+    fn class_table_equals_the_regexes() {
+        let all: Vec<char> = (0..NUM_CODE_POINTS as u32).filter_map(char::from_u32).collect();
+        let text: String = all.iter().collect();
+        let kinds = [
+            (r"\p{L}+", LETTER),
+            (r"\p{M}+", MARK),
+            (r"[\p{P}\p{S}]+", PUNCT),
+            (r"\p{N}+", NUMBER),
+            (r"[\s--[\r\n]]+", SPACE),
+            (r"[\r\n]+", NEWLINE),
+            ("[一-龥぀-ゟ゠-ヿ]+", CJK),
+        ];
+        let mut classes = vec![0; NUM_CODE_POINTS];
+        for (pattern, kind) in kinds {
+            let regex = regex::Regex::new(pattern).expect("a pattern");
+            for char in regex.find_iter(&text).flat_map(|found| found.as_str().chars()) {
+                // One kind at most: a character of two would show as their sum.
+                classes[char as usize] |= kind;
+            }
+        }
+        for char in all {
+            let code = char as u32;
+            let class = classes[code as usize];
+            let wanted = if class & !CJK == 0 { class | OTHER } else { class };
+            assert_eq!(class_of(code), wanted, "{code:#x}");
+            if code < 0x80 {
+                assert_eq!(ASCII[code as usize], wanted, "{code:#x}");
+            }
+        }
+    }
+}

@@ -14,6 +14,7 @@
 //! makes that same merge.
 
 use super::file::{LoadError, TokenizerFile};
+use super::huge::HugeVec;
 
 /// A token in order of creation: a byte, or 256 + the rank of the merge that makes it.
 pub type Token = u32;
@@ -27,6 +28,8 @@ pub struct Merges {
     /// Left and right part by `token - 256`.
     parts: Vec<(Token, Token)>,
     pairs: PairTable,
+    /// What two bytes merge to, by `left << 8 | right`; `u32::MAX` for nothing.
+    byte_pairs: Vec<Token>,
     /// The id in the file.
     ids: Vec<u32>,
     /// Length in bytes.
@@ -68,7 +71,9 @@ impl Merges {
             parts.push((left, right));
         }
         let pairs = PairTable::new(&parts);
-        let mut merges = Merges { parts, pairs, ids, lens, reachable: Vec::new() };
+        let byte_pairs = (0..1 << 16).map(|pair| pairs.get(pair >> 8, pair & 0xFF));
+        let byte_pairs = byte_pairs.map(|merged| merged.unwrap_or(NONE)).collect();
+        let mut merges = Merges { parts, pairs, byte_pairs, ids, lens, reachable: Vec::new() };
         merges.reachable = vec![true; NUM_BYTES as usize];
         for index in 0..merges.parts.len() {
             let (left, right) = merges.parts[index];
@@ -113,6 +118,13 @@ impl Merges {
     #[inline(always)]
     pub fn merged(&self, left: Token, right: Token) -> Option<Token> {
         self.pairs.get(left, right)
+    }
+
+    /// `merged` of two bytes.
+    #[inline(always)]
+    pub fn merged_bytes(&self, left: u8, right: u8) -> Option<Token> {
+        let merged = self.byte_pairs[usize::from(left) << 8 | usize::from(right)];
+        (merged != u32::MAX).then_some(merged)
     }
 
     pub fn parts(&self, token: Token) -> Option<(Token, Token)> {
@@ -171,7 +183,7 @@ impl Merges {
 struct PairTable {
     filter: Vec<u64>,
     /// left, right and merged token, 20 bits each.
-    slots: Vec<u64>,
+    slots: HugeVec<u64>,
     shift: u32,
 }
 
@@ -185,7 +197,7 @@ impl PairTable {
         let bits = (parts.len() * 2).next_power_of_two().trailing_zeros().max(6);
         let mut table = PairTable {
             filter: vec![0; 1 << (bits + FILTER_BITS - 6)],
-            slots: vec![EMPTY; 1 << bits],
+            slots: HugeVec::new(1 << bits, EMPTY),
             shift: 64 - bits,
         };
         for (rank, &(left, right)) in parts.iter().enumerate() {

@@ -16,6 +16,7 @@ mod class_table;
 mod classes;
 mod file;
 mod full;
+mod huge;
 mod id_cache;
 mod merges;
 mod pieces;

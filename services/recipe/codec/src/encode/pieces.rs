@@ -35,7 +35,64 @@ pub fn piece_end(text: &[u8], start: usize) -> usize {
             }
         }
     }
-    any_piece_end(text, start)
+    match class {
+        NUMBER => ascii_number_end(text, start),
+        PUNCT => ascii_punct_end(text, start),
+        SPACE if first == b' ' => ascii_spaces_end(text, start),
+        _ => any_piece_end(text, start),
+    }
+}
+
+#[inline(always)]
+fn ascii_class(text: &[u8], at: usize) -> Class {
+    // Past the end and beyond ASCII alike: no class.
+    text.get(at).map_or(0, |byte| ASCII[*byte as usize])
+}
+
+/// Up to three digits; a digit beyond ASCII might be one of them.
+#[inline(always)]
+fn ascii_number_end(text: &[u8], start: usize) -> usize {
+    let mut end = start + 1;
+    while end < start + 3 && ascii_class(text, end) == NUMBER {
+        end += 1;
+    }
+    if end < start + 3 && text.get(end).is_some_and(|byte| *byte >= 0x80) {
+        return any_piece_end(text, start);
+    }
+    end
+}
+
+/// Punctuation that no letter follows at once.
+#[inline(always)]
+fn ascii_punct_end(text: &[u8], start: usize) -> usize {
+    let mut end = start + 1;
+    while ascii_class(text, end) == PUNCT {
+        end += 1;
+    }
+    if text.get(end).is_some_and(|byte| *byte >= 0x80) {
+        return any_piece_end(text, start);
+    }
+    while ascii_class(text, end) == NEWLINE {
+        end += 1;
+    }
+    end
+}
+
+/// A run of spaces before a letter, punctuation or a digit; a single one belongs to punctuation.
+#[inline(always)]
+fn ascii_spaces_end(text: &[u8], start: usize) -> usize {
+    let mut end = start + 1;
+    while text.get(end) == Some(&b' ') {
+        end += 1;
+    }
+    match ascii_class(text, end) {
+        LETTER if end > start + 1 => end - 1,
+        PUNCT if end > start + 1 => end - 1,
+        PUNCT => ascii_punct_end(text, end),
+        // The stretch ends at a digit, so all of the run is one piece.
+        NUMBER => end,
+        _ => any_piece_end(text, start),
+    }
 }
 
 /// A run of letters known to reach `from`; anything beyond ASCII is left to the general rules.

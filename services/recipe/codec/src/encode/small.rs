@@ -14,18 +14,44 @@ const PLACE_BITS: u32 = 6;
 /// Candidates are compared this many at a time.
 const LANES: usize = 8;
 
+/// Merges the bytes of a short piece and appends the ids of what is left.
+#[inline]
+pub fn merge_bytes(piece: &[u8], merges: &Merges, ids: &mut Vec<u32>) {
+    let mut tokens = [0; MAX_PARTS];
+    for (token, byte) in tokens.iter_mut().zip(piece) {
+        *token = Token::from(*byte);
+    }
+    let first = |place: usize| merges.merged_bytes(piece[place], piece[place + 1]);
+    merge(&mut tokens, piece.len(), first, merges, ids);
+}
+
 /// Merges `tokens[..len]` and appends the ids of what is left. `len` in `1..=MAX_PARTS`.
 #[inline]
-pub fn merge_by_rank(
+pub fn merge_tokens(
     tokens: &mut [Token; MAX_PARTS],
     len: usize,
     merges: &Merges,
     ids: &mut Vec<u32>,
 ) {
-    let candidate = |place: usize, left: Token, right: Token| match merges.merged(left, right) {
+    let start = *tokens;
+    let first = |place: usize| merges.merged(start[place], start[place + 1]);
+    merge(tokens, len, first, merges, ids);
+}
+
+/// `first` tells what the tokens at a place and after it merge to before any other merge.
+#[inline(always)]
+fn merge(
+    tokens: &mut [Token; MAX_PARTS],
+    len: usize,
+    first: impl Fn(usize) -> Option<Token>,
+    merges: &Merges,
+    ids: &mut Vec<u32>,
+) {
+    let candidate_of = |place: usize, merged: Option<Token>| match merged {
         Some(merged) => (merged << PLACE_BITS | place as u32) as Candidate,
         None => NO_CANDIDATE,
     };
+    let candidate = |place, left, right| candidate_of(place, merges.merged(left, right));
     let mut candidates = [NO_CANDIDATE; MAX_PARTS];
     let mut next = [0u8; MAX_PARTS];
     let mut previous = [0u8; MAX_PARTS];
@@ -33,7 +59,7 @@ pub fn merge_by_rank(
         next[place] = place as u8 + 1;
         previous[place] = (place as u8).wrapping_sub(1);
         if place + 1 < len {
-            candidates[place] = candidate(place, tokens[place], tokens[place + 1]);
+            candidates[place] = candidate_of(place, first(place));
         }
     }
     let compared = len.next_multiple_of(LANES);

@@ -3,6 +3,7 @@
 //! A child sits at `base ^ byte` of its parent. Bases are unique, so the byte alone proves whose
 //! child an entry is.
 
+use super::huge::HugeVec;
 use super::merges::{Merges, NUM_BYTES, Token};
 
 const NO_TOKEN: u32 = (1 << 24) - 1;
@@ -36,7 +37,7 @@ impl Entry {
 }
 
 pub struct Trie {
-    entries: Vec<Entry>,
+    entries: HugeVec<Entry>,
     /// The longest token that is a proper prefix, `u32::MAX` for a single byte.
     prefixes: Vec<Token>,
 }
@@ -51,7 +52,9 @@ impl Trie {
             words.push((bytes, token));
         }
         words.sort_unstable();
-        let entries = Builder::new().build(&words);
+        let built = Builder::new().build(&words);
+        let mut entries = HugeVec::new(built.len(), Entry(0));
+        entries.copy_from_slice(&built);
         let mut trie = Trie { entries, prefixes: vec![u32::MAX; merges.num_tokens() as usize] };
         for (bytes, token) in &words {
             if *token >= NUM_BYTES {

@@ -3,6 +3,7 @@
 //! The key is the piece itself, padded with zeros to 15 bytes, and its length: comparing keys
 //! compares the bytes, so a hit is exact.
 
+use super::huge::HugeVec;
 use super::merges::{Merges, Token};
 
 /// Longest piece that fits a key.
@@ -83,7 +84,7 @@ struct Slot {
 
 /// All short tokens, with their ids. Fixed after it was built.
 pub struct WordTable {
-    slots: Vec<Slot>,
+    slots: HugeVec<Slot>,
     mask: usize,
 }
 
@@ -91,7 +92,8 @@ impl WordTable {
     pub fn new(words: &[(Vec<u8>, Token)], merges: &Merges) -> Self {
         let short = || words.iter().filter(|word| word.0.len() <= MAX_KEY_LEN);
         let num_slots = (short().count() * 2).next_power_of_two().max(16);
-        let mut table = WordTable { slots: vec![Slot::default(); num_slots], mask: num_slots - 1 };
+        let mut table =
+            WordTable { slots: HugeVec::new(num_slots, Slot::default()), mask: num_slots - 1 };
         for (bytes, token) in short() {
             let key = Key::new(bytes, 0, bytes.len());
             let mut at = key.hash() as usize & table.mask;
@@ -124,7 +126,7 @@ pub const MAX_CACHED_IDS: usize = 4;
 
 /// Pieces seen lately: one place per hash, a newer piece replaces an older.
 pub struct WordCache {
-    entries: Vec<Cached>,
+    entries: HugeVec<Cached>,
     shift: u32,
 }
 
@@ -140,7 +142,7 @@ const NUM_IDS_SHIFT: u32 = 60;
 
 impl WordCache {
     pub fn new(bits: u32) -> Self {
-        WordCache { entries: vec![Cached::default(); 1 << bits], shift: 64 - bits }
+        WordCache { entries: HugeVec::new(1 << bits, Cached::default()), shift: 64 - bits }
     }
 
     /// The ids and how many of them count.

@@ -43,14 +43,18 @@ pub fn json_lines(path: &Path) -> Vec<Value> {
 /// The V4.1 tokenizer that set-up builds, or the file that `PELAGOS_TOKENIZER` names.
 pub fn tokenizer() -> Arc<Tokenizer> {
     static TOKENIZER: LazyLock<Arc<Tokenizer>> = LazyLock::new(|| {
-        let path = match std::env::var_os("PELAGOS_TOKENIZER") {
-            Some(path) => PathBuf::from(path),
-            None => repo_root().join("build/tokenizer/tokenizer-v41.json"),
-        };
-        let tokenizer = Tokenizer::from_file(&path);
+        let tokenizer = Tokenizer::from_file(&tokenizer_file());
         Arc::new(tokenizer.unwrap_or_else(|error| panic!("no tokenizer; run set-up: {error:?}")))
     });
     Arc::clone(&TOKENIZER)
+}
+
+/// Where the V4.1 tokenizer file is.
+pub fn tokenizer_file() -> PathBuf {
+    match std::env::var_os("PELAGOS_TOKENIZER") {
+        Some(path) => PathBuf::from(path),
+        None => repo_root().join("build/tokenizer/tokenizer-v41.json"),
+    }
 }
 
 pub fn vocabulary() -> Arc<dyn Vocabulary> {
