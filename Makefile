@@ -49,5 +49,8 @@ bench-lb: setup  ## What a decision of the balancers costs, against its budget
 bench-path: setup  ## Latency of each hop, TTFT and throughput through the whole path, beside a peer router
 	@$(BIN)/python -m tests.bench.bench_path $(ARGS)
 
+bench-model: setup-engine  ## The network beside V4 in transformers, at equal sizes
+	@$(BIN)/python -m services.engine.model.benchmarks.bench_model --write docs/performance/model.md $(ARGS)
+
 clean:  ## Removes what was built and installed
 	@rm -rf .venv .local build target *.egg-info

@@ -42,6 +42,7 @@ COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "trace": ("services.common.trace_cli:main", "trace ID: one request's timeline"),
     "explain": ("services.entrypoint.explain:main", "explain ID: why its cache hit ended there"),
     "sim": ("services.lb.sim.cli:main", "the cluster simulator"),
+    "model": ("services.engine.model.cli:main", "model inspect DIR: what a checkpoint holds"),
     "engine": ("services.engine.cli:main", "engine conformance ADDRESS: the engine suite"),
 }
 
