@@ -330,7 +330,7 @@ impl<'a> Walk<'a> {
                     .ok_or_else(|| bad(format!("{}: base64 decode error", location())))?;
                 ImageData::DataUrl(url)
             }
-            Source::File {} => {
+            Source::File { .. } => {
                 return Err(bad(format!("{}: {FILE_ID_UNSUPPORTED}", location())));
             }
         };

@@ -217,9 +217,17 @@ pub struct DocumentSource {
 #[derive(Deserialize)]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum ImageSource {
-    Base64 { media_type: MediaType, data: String },
-    Url { url: String },
-    File {},
+    Base64 {
+        media_type: MediaType,
+        data: String,
+    },
+    Url {
+        url: String,
+    },
+    File {
+        #[serde(rename = "file_id")]
+        _file_id: String,
+    },
 }
 
 #[derive(Clone, Copy, Deserialize)]

@@ -46,7 +46,8 @@ pub fn convert(request: Request, options: &Options) -> Result<Converted, Error> 
     let mut messages = walk.messages;
 
     let choice = request.tool_choice.unwrap_or(ToolChoice::Auto);
-    let keeps_tools = !registry.tools.is_empty() && !matches!(choice, ToolChoice::None);
+    // A tool search on the server, say, keeps none; a choice of none keeps all for this check.
+    let keeps_tools = !registry.tools.is_empty();
     let field = "reasoning_text";
     reasoning::settle(&mut messages, mode.thinking, keeps_tools, field, options)?;
     let choice = resolve_choice(choice, options)?;
