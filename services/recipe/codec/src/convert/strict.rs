@@ -114,7 +114,11 @@ fn described(map: &Map<String, Value>) -> Result<Option<String>, String> {
 /// the first bad one is reported.
 fn parse_typed(value: &Value) -> Result<Node, String> {
     let Value::Object(map) = value else {
-        return Err(read::<Map<String, Value>>(value).err().unwrap_or_default());
+        // The refusal names the reference codec's type; clients may have seen it.
+        let error = read::<Map<String, Value>>(value).err().unwrap_or_default();
+        return Err(
+            error.replace("expected a map", "expected internally tagged enum JsonSchemaType")
+        );
     };
     let kind = match map.get("type") {
         None => return Err("missing field `type`".to_owned()),
