@@ -489,8 +489,15 @@ class DecodeEngine:
             await rank.settled(sequence)
             if sequence.finished:
                 raise Failure(Reason.NOT_FOUND, "the request has ended")
-            record, pieces = self.record_of(rank, sequence)
-            target = await self.mover.move(record, pieces, address, sequence.num_cached)
+            try:
+                record, pieces = self.record_of(rank, sequence)
+                target = await self.mover.move(record, pieces, address, sequence.num_cached)
+            except Failure:
+                raise
+            except Exception as error:
+                # Unseen by our callers the request would stay paused for good, with its blocks.
+                log.exception("a move broke", extra={"request_id": key.request_id})
+                raise Failure(Reason.INTERNAL, "the move broke") from error
         if sequence.finished:
             raise Failure(Reason.NOT_FOUND, "the request has ended")
         sequence.stream.moved(target.instance_id, target.address, record.key.epoch)

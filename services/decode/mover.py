@@ -25,6 +25,15 @@ _PICK_WAIT_S = 2.0
 _PICK_TIMEOUT_S = 5.0
 
 
+def pick_number(epoch: int, num_excluded: int) -> int:
+    """Returns what names a move's pick at the balancer, in 32 bits.
+
+    The epoch is new with every move but may be any 32-bit number. The highest bit keeps moves apart
+    from the picks of hand-offs, which count up from the attempt.
+    """
+    return 1 << 31 | (epoch * (_MAX_TRIES + 1) + num_excluded) & 0x7FFF_FFFF
+
+
 class BalancedMover:
     """Finds a target through the decode balancer, as a request that moves goes before the queue."""
 
@@ -73,8 +82,7 @@ class BalancedMover:
         request = PickRequest(
             request_id=record.key.request_id,
             num_tokens=num_tokens + self._left(record),
-            # A move is another pick than the one that brought the request here.
-            attempt=record.key.attempt * 1000 + 100 * record.key.epoch + len(excluded),
+            attempt=pick_number(record.key.epoch, len(excluded)),
             is_handoff=True,
             max_wait_s=_PICK_WAIT_S,
             exclude_instances=tuple(excluded),

@@ -266,6 +266,28 @@ async def test_2_5_a_full_pool_moves_the_longest_output_to_another_engine(tmp_pa
         await nothing_held(found)
 
 
+async def test_2_5_a_move_that_breaks_in_any_way_gives_the_request_back(tmp_path):
+    class Broken:
+        async def move(self, *_):
+            raise ValueError("nobody thought of this")
+
+    async with cluster(tmp_path, decode={"num_blocks": 26, "admit_below": 1.0}) as found:
+        full = found.decodes[0].core
+        full.mover = Broken()
+        gate = Gate(found.decodes[0])
+        tasks = []
+        for index in range(3):
+            request = spec(f"r{index}", prompt_ids(60, seed=index), max_tokens=120)
+            tasks.append(asyncio.create_task(ask(found, request)))
+            await eventually(lambda n=index: full.num_running > n, "a start")
+        gate.open()
+        reasons = [answer.event.finished.reason for answer in await asyncio.gather(*tasks)]
+        assert full.ranks[0].counts.preempted > 0
+        assert pb.FINISH_REASON_PREEMPTED_RESUMABLE in reasons
+        assert pb.FINISH_REASON_LENGTH in reasons  # the others had room then
+        await nothing_held(found)
+
+
 async def test_2_5_a_preempted_request_resumes_with_the_same_tokens(tmp_path):
     ids = [prompt_ids(60, seed=i) for i in range(3)]
     async with cluster(tmp_path) as found:
