@@ -16,7 +16,7 @@ from deploy.local.etcd import EtcdFailed, EtcdMissing
 from deploy.local.plan import StackConfig
 from deploy.local.process import StartFailed
 from deploy.local.stack import Stack, StackRunning
-from services.common.config import ConfigError, load, usage
+from services.common.config import ConfigError, load, require, usage
 
 DEFAULT_HTTP_PORT: Final = 8000
 # `--engine torch` needs the extra; a quick start must not fail on a port that is taken.
@@ -44,6 +44,10 @@ class UpConfig(StackConfig):
     http_port: int = DEFAULT_HTTP_PORT
     model: str = "DeepSeek-V4.1-Flash"
     exit_when_ready: bool = False  # start, print, stop: a smoke test
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(0 <= self.http_port <= 65_535, "http_port must be in [0, 65535]")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -89,7 +93,7 @@ async def _up(config: UpConfig) -> int:
     except StackRunning as error:
         _say(f"{error}; `pelagos status` shows it")
         return 1
-    except (StartFailed, EtcdMissing, EtcdFailed) as error:
+    except (StartFailed, EtcdMissing, EtcdFailed, OSError) as error:
         _say(f"failed: {error}")
         _say("`pelagos doctor` looks for what is wrong with this machine")
         return 1

@@ -14,7 +14,8 @@ from typing import Any, Final
 
 from services.common.tracing import REQUEST_ID
 
-DEFAULT_FOLDER: Final = Path(".local/stack/traces")
+DEFAULT_FOLDER: Final = Path(".local/stack")
+_TRACES: Final = "traces"
 _MAX_LISTED: Final = 20
 _BAR: Final = 40
 _USAGE: Final = "usage: pelagos trace [ID] [--folder DIR] [--json]"
@@ -53,6 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
         else:
             wanted.append(arg)
+    if (folder / _TRACES).is_dir():
+        folder /= _TRACES  # the folder of a stack, as its other commands take it
     spans = list(read_spans(folder))
     if not wanted:
         print("\n".join(newest(spans)) or f"no spans in {folder}")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local import doctor, status
+from deploy.local import doctor, status, up
 from deploy.local.plan import StackConfig, plan, profile
 from deploy.local.process import ProcessState, StartFailed
 from deploy.local.stack import Stack, StackRunning, read_state
@@ -270,3 +270,17 @@ def test_up_refuses_bad_flags_with_one_line() -> None:
     )
     assert done.returncode == 2
     assert done.stderr == "pelagos up: unknown flag --num-prefil (did you mean num_prefill?)\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "status_code", "said"),
+    [
+        (["--http_port", "99999"], 2, "http_port must be in [0, 65535]"),
+        (["--folder", "/dev/null/stack"], 1, "failed: "),
+    ],
+)
+def test_a_start_that_cannot_be_says_why_in_a_line(flags, status_code, said, capsys) -> None:
+    assert up.main(flags) == status_code
+    text = capsys.readouterr().err
+    assert said in text
+    assert "Traceback" not in text

@@ -96,3 +96,10 @@ def test_real_spans_are_read_back(tmp_path: Path, capsys) -> None:
     assert trace_cli.main(["req-9", "--folder", str(tmp_path)]) == 0
     out = capsys.readouterr().out
     assert "  decode: inner  n=1" in out
+
+
+def test_the_folder_of_a_stack_is_as_good_as_that_of_its_traces(tmp_path: Path, capsys) -> None:
+    (tmp_path / "traces").mkdir()
+    (tmp_path / "traces" / "p.jsonl").write_text(json.dumps(TREE[0]) + "\n")
+    assert trace_cli.main(["req-1", "--folder", str(tmp_path)]) == 0
+    assert "generate" in capsys.readouterr().out
