@@ -83,9 +83,10 @@ class Backbone:
         source = layers[text.n_encoder]
         x = blocks.norm(blocks.collapse(h, pre), source.attn_norm)
         blocks.compress(source, x, step)
-        step, at = self._decoder_step(rows, step)
-        if step is None:
+        later, at = self._decoder_step(rows, step)
+        if later is None:
             return None
+        step = later
         if at is not None:
             h, x, pre = h[at], x[at], pre[at] if pre is not None else None
             features = [feature[at] for feature in features]

@@ -284,7 +284,8 @@ def write_checkpoint(
 ) -> None:
     """Writes configuration, shards and index. `values`: every logical tensor as float32."""
     config.save(directory)
-    specs, shards = tensors(config), []
+    specs = tensors(config)
+    shards: list[tuple[Path, list[str]]] = []
     shard: dict[str, Tensor] = {}
     size = 0
     for name, value in values:
@@ -296,7 +297,7 @@ def write_checkpoint(
         shard |= held
         size += grown
     shards.append(_write_shard(directory, len(shards), shard))
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for number, (path, names) in enumerate(shards, 1):
         final = f"model-{number:05}-of-{len(shards):05}.safetensors"
         path.rename(directory / final)

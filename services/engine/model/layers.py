@@ -404,10 +404,11 @@ class Blocks:
         number = int(layer.name.split(".")[1])
         limited = text.candidate_source_layer_id
         restricted = limited is not None and number > limited
+        ids: list[Tensor] = []
+        blocks: list[Tensor] = []
         if not step.dense:
             entries = torch.arange(chosen.most, device=queries.device)
             req = step.rows.req[:, None]
-            ids, blocks = [], []
             tile = max(1, _GATHER_BYTES // (4 * max(1, chosen.most) * table.format.dim))
             for begin in range(0, step.num, tile):
                 part = slice(begin, begin + tile)
@@ -421,7 +422,6 @@ class Blocks:
                 self._choose(scores, part, step, restricted, makes_candidates, ids, blocks)
         else:
             keys = self._span_entries(step, table, layer.ratio)
-            ids, blocks = [], []
             for span, first, own in zip(step.rows.spans, step.rows.first_rows, keys, strict=True):
                 tile = max(1, _GATHER_BYTES // (4 * max(1, len(own)) * text.index_n_heads))
                 for begin in range(0, len(span.ids), tile):

@@ -297,7 +297,8 @@ class TorchRunner:
             survivals.append(survival)
         if not survivals:
             return []
-        return assign_verify_lengths(np.stack(survivals), step.batch.budget).tolist()
+        lengths: list[int] = assign_verify_lengths(np.stack(survivals), step.batch.budget).tolist()
+        return lengths
 
     def _sample(self, step: _Step, number: int, masks: Masks) -> DecodeResult:
         began = time.perf_counter()
@@ -309,8 +310,8 @@ class TorchRunner:
         counts = np.array([num for _, _, num in step.live])
         per_row: list[bytes | None] = []
         for row, _, num in step.live:
-            own = list(masks.get(row.seq_id) or ())[:num]
-            per_row += own + [None] * (num - len(own))
+            given = list(masks.get(row.seq_id) or ())[:num]
+            per_row += given + [None] * (num - len(given))
         logits = apply_masks(logits, per_row)
         sequences = [sequence for _, sequence, _ in step.live]
         params = SampleParams.of([s.start.sampling for s in sequences])
