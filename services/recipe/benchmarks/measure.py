@@ -293,7 +293,7 @@ def stream_rows(
                 converted = request.convert(peer.ConversionOptions())
                 generator = request_class.chunk_generator(converted, "r", "m")
                 processor = peer.StreamProcessor(
-                    generator, converted.parsing_options(), peer_tokenizer
+                    generator, converted.parsing_options, peer_tokenizer
                 )
                 for token_id in ids[:2_000]:
                     for event in processor.push(peer.InferenceChunk.tokens([token_id])):

@@ -57,17 +57,17 @@ impl Scratch {
 
 /// Scratches of one tokenizer: as many as threads ever used it at once.
 #[derive(Default)]
-pub struct Scratches(Mutex<Vec<Box<Scratch>>>);
+pub struct Scratches(Mutex<Vec<Scratch>>);
 
 impl Scratches {
     pub fn with<R>(&self, use_it: impl FnOnce(&mut Scratch) -> R) -> R {
-        let mut scratch = self.lock().pop().unwrap_or_else(|| Box::new(Scratch::new()));
+        let mut scratch = self.lock().pop().unwrap_or_else(Scratch::new);
         let result = use_it(&mut scratch);
         self.lock().push(scratch);
         result
     }
 
-    fn lock(&self) -> MutexGuard<'_, Vec<Box<Scratch>>> {
+    fn lock(&self) -> MutexGuard<'_, Vec<Scratch>> {
         self.0.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

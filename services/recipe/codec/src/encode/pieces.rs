@@ -25,14 +25,12 @@ pub fn piece_end(text: &[u8], start: usize) -> usize {
     if class == LETTER {
         return letters_end(text, start, start + 1);
     }
-    if let Some(&second) = text.get(start + 1) {
-        if ASCII[second as usize] == LETTER {
-            if class == PUNCT {
-                return ascii_letters_end(text, start + 2);
-            }
-            if first == b' ' {
-                return letters_end(text, start, start + 2);
-            }
+    if ascii_class(text, start + 1) == LETTER {
+        if class == PUNCT {
+            return ascii_letters_end(text, start + 2);
+        }
+        if first == b' ' {
+            return letters_end(text, start, start + 2);
         }
     }
     match class {
