@@ -16,6 +16,7 @@ from typing import Any
 
 import services
 from services.common.errors import Failure, Reason
+from services.so_compiler.child_process import ChildProcess
 from services.so_compiler.config import GrammarLimits
 
 log = logging.getLogger(__name__)
@@ -56,8 +57,8 @@ class WorkerPool:
     def __init__(self, num_workers: int, limits: GrammarLimits) -> None:
         self._limits = limits
         self._num_workers = num_workers
-        self._idle: asyncio.Queue[asyncio.subprocess.Process | None] = asyncio.Queue()
-        self._processes: set[asyncio.subprocess.Process] = set()
+        self._idle: asyncio.Queue[ChildProcess | None] = asyncio.Queue()
+        self._processes: set[ChildProcess] = set()
         for _ in range(num_workers):
             self._idle.put_nowait(None)  # made when first needed
         self.num_lost = 0
@@ -106,7 +107,7 @@ class WorkerPool:
         """Ends all children."""
         await asyncio.gather(*(self._end(process) for process in list(self._processes)))
 
-    async def _has_taken(self, process: asyncio.subprocess.Process, job: Job) -> bool:
+    async def _has_taken(self, process: ChildProcess, job: Job) -> bool:
         """Gives a child the job; False when it has died before it says that it has it.
 
         Such an end, unlike a later one, is no fault of the grammar.
@@ -121,19 +122,14 @@ class WorkerPool:
             return False
         return True
 
-    async def _start(self) -> asyncio.subprocess.Process:
-        process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-m",
-            "services.so_compiler.child",
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env=_CHILD_ENVIRONMENT,
+    async def _start(self) -> ChildProcess:
+        process = await ChildProcess.start(
+            [sys.executable, "-m", "services.so_compiler.child"], _CHILD_ENVIRONMENT
         )
         self._processes.add(process)
         return process
 
-    async def _end(self, process: asyncio.subprocess.Process) -> None:
+    async def _end(self, process: ChildProcess) -> None:
         self._processes.discard(process)
         with suppress(ProcessLookupError):
             process.kill()
@@ -142,7 +138,7 @@ class WorkerPool:
                 await process.wait()
 
 
-async def _read_frame(process: asyncio.subprocess.Process) -> dict[str, Any]:
+async def _read_frame(process: ChildProcess) -> dict[str, Any]:
     assert process.stdout is not None
     (length,) = struct.unpack("<I", await process.stdout.readexactly(4))
     answer: dict[str, Any] = json.loads(await process.stdout.readexactly(length))
