@@ -19,6 +19,10 @@ from pelagos.recipe.v1 import recipe_pb2_grpc as rpc
 
 from services.common.errors import Failure, Reason
 from services.common.rpc_client import Channels, call, stream_call
+
+# The codec itself, for tools without a service: training renders and encodes as requests are.
+from services.recipe import codec as codec
+from services.recipe import make_tokenizer as make_tokenizer
 from services.recipe.config import RecipeConfig
 from services.recipe.encoder import BODY_KEY as BODY_KEY
 from services.recipe.encoder import RequestEncoder

@@ -75,8 +75,14 @@ class Options:
     reasoning_content_behavior: Literal["fill_empty", "reject"] = "fill_empty"
     responses_web_search: Literal["drop", "reject"] = "drop"
     messages_web_search: Literal["drop", "reject"] = "reject"
+    # Of strict schemas, where the strict grammar does not know them: section 6.7 drops them;
+    # `enforce` leaves them in the output constraint, for the grammar service to enforce or refuse.
+    strict_schema_keywords: Literal["drop", "enforce"] = "drop"
     thinking_max_tokens_upper_bound: int = 393_216
     non_thinking_max_tokens_upper_bound: int = 393_216
+    # What the model's vision encoder takes: tokens of an image at most, and its least area.
+    image_max_tokens: int = 1024
+    image_min_pixels: int = 544 * 544
     # Accepted model names, exact and case-sensitive.
     models: Mapping[str, ModelVersion] = field(default_factory=lambda: dict(DEFAULT_MODELS))
     # Spellings that differ from the defaults, by name.
@@ -95,7 +101,7 @@ class Options:
 
     def native(self) -> _codec.Options:
         """Returns the options as the native codec takes them. Raises: ValueError."""
-        values = {
+        values: dict[str, Any] = {
             "default_thinking_mode": self.default_thinking_mode,
             "reasoning_content_behavior": self.reasoning_content_behavior,
             "responses_web_search": self.responses_web_search,
@@ -103,6 +109,12 @@ class Options:
             "thinking_max_tokens_upper_bound": self.thinking_max_tokens_upper_bound,
             "non_thinking_max_tokens_upper_bound": self.non_thinking_max_tokens_upper_bound,
         }
+        if self.strict_schema_keywords != "drop":
+            values["strict_schema_keywords"] = self.strict_schema_keywords
+        if self.image_max_tokens != Options.image_max_tokens:
+            values["image_max_tokens"] = self.image_max_tokens
+        if self.image_min_pixels != Options.image_min_pixels:
+            values["image_min_pixels"] = self.image_min_pixels
         return _codec.Options(json.dumps(values), list(self.models.items()), self.spelling_list())
 
     @staticmethod

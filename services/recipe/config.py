@@ -35,8 +35,13 @@ class RecipeConfig:
     reasoning_content_behavior: Literal["fill_empty", "reject"] = "fill_empty"
     responses_web_search: Literal["drop", "reject"] = "drop"
     messages_web_search: Literal["drop", "reject"] = "reject"
+    # `drop` is the published codec's way with keywords that the strict grammar does not know: the
+    # output may then break what the client asked for, and nothing says so.
+    strict_schema_keywords: Literal["drop", "enforce"] = "enforce"
     thinking_max_tokens_upper_bound: int = 393_216
     non_thinking_max_tokens_upper_bound: int = 393_216
+    image_max_tokens: int = 1024  # of one image, as the model's vision encoder takes them
+    image_min_pixels: int = 544 * 544  # a smaller image is enlarged
     num_threads: int = 0  # of one encode call; 0: one per core
     cache_bytes: int = 64 << 20  # text and ids kept of earlier prompts, per tokenizer
     # A larger body is encoded beside the event loop; a smaller one takes less time than the move.
@@ -47,6 +52,8 @@ class RecipeConfig:
 
     def __post_init__(self) -> None:
         require(0 < self.context_limit < 1 << 32, "context_limit must be above 0")
+        require(8 <= self.image_max_tokens < 1 << 16, "image_max_tokens must be in [8, 65535]")
+        require(0 <= self.image_min_pixels < 1 << 32, "image_min_pixels must not be below 0")
         require(self.num_threads >= 0, "num_threads must not be below 0")
         require(self.cache_bytes >= 0, "cache_bytes must not be below 0")
         require(self.max_waiting_encodes > 0, "max_waiting_encodes must be above 0")

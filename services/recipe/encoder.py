@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import struct
 
 from pelagos.recipe.v1 import recipe_pb2 as pb
@@ -14,8 +15,13 @@ from services.recipe.registry import LoadedTokenizer, Registry
 
 # Where a Failure carries the API's own error body.
 BODY_KEY = "body"
-# Trailers are bounded; a longer body quotes the request and is rebuilt from the message.
-_MAX_BODY_BYTES = 3072
+# Peers drop trailers above 8 KiB, all of them. An error this long quotes the request: the middle
+# of its text is left out.
+MAX_TRAILER_BYTES = 6000
+# What comes back must fit one message: at worst an id, of 4 bytes, for each byte of a text, and a
+# token of 128 bytes for each id.
+MAX_TOKENIZE_BYTES = 32 << 20
+MAX_DETOKENIZE_IDS = 1_000_000
 
 _PROTOCOLS: dict[int, Protocol] = {
     pb.PROTOCOL_CHAT: "chat",
@@ -80,13 +86,18 @@ class RequestEncoder:
         )
 
     def tokenize(self, request: pb.TokenizeRequest) -> pb.TokenizeResponse:
-        """Encodes plain text. Raises: Failure(NOT_FOUND)."""
+        """Encodes plain text. Raises: Failure(NOT_FOUND), Failure(BODY_TOO_LARGE)."""
+        _check_size("bytes of text", len(request.text.encode()), MAX_TOKENIZE_BYTES)
         tokenizer = self._registry.tokenizer_of("", request.tokenizer).tokenizer
         encode = tokenizer.encode_full if request.with_special else tokenizer.encode_plain
         return pb.TokenizeResponse(token_ids=encode(request.text))
 
     def detokenize(self, request: pb.DetokenizeRequest) -> pb.DetokenizeResponse:
-        """Decodes ids. Raises: Failure(NOT_FOUND), Failure(INVALID_REQUEST) for half an id."""
+        """Decodes ids.
+
+        Raises: Failure of NOT_FOUND, BODY_TOO_LARGE, or INVALID_REQUEST for half an id.
+        """
+        _check_size("ids", len(request.token_ids) // 4, MAX_DETOKENIZE_IDS)
         tokenizer = self._registry.tokenizer_of("", request.tokenizer).tokenizer
         if len(request.token_ids) % 4:
             raise Failure(Reason.INVALID_REQUEST, "token ids are 4 bytes each")
@@ -128,13 +139,45 @@ class RequestEncoder:
         return encoded, self._registry.tokenizer_of(encoded.model, tokenizer_name)
 
 
+def _check_size(what: str, num: int, most: int) -> None:
+    if num > most:
+        numbers = {"num": str(num), "max": str(most)}
+        raise Failure(Reason.BODY_TOO_LARGE, f"{num} {what}, the limit is {most}", numbers)
+
+
 def failure_of(error: CodecError) -> Failure:
     """Returns the Failure for a refusal, the API's error body in its metadata."""
     if error.status != 400:
         return Failure(Reason.INTERNAL, error.message)
-    body = error.body if len(error.body.encode("utf-8")) <= _MAX_BODY_BYTES else ""
-    metadata = {BODY_KEY: body} if body else {}
-    return Failure(_REASONS[error.kind], error.message, metadata)
+    message, body = _within_trailers(error.message, error.body)
+    return Failure(_REASONS[error.kind], message, {BODY_KEY: body})
+
+
+def _within_trailers(message: str, body: str) -> tuple[str, str]:
+    """Returns an error's text and body, both short enough to travel, whatever they quote."""
+    if _trailer_bytes(message, body) <= MAX_TRAILER_BYTES:
+        return message, body
+    parsed = json.loads(body)
+    num_kept = min(len(message), MAX_TRAILER_BYTES)
+    while True:
+        # The start says what is wrong, the end often what was expected.
+        num_kept = num_kept * 3 // 4
+        num_head, num_tail = num_kept * 2 // 3, num_kept // 3
+        num_left_out = len(message) - num_head - num_tail
+        tail = message[len(message) - num_tail :]
+        cut = f"{message[:num_head]} … ({num_left_out} characters) … {tail}"
+        parsed["error"]["message"] = cut
+        # As the codec writes it: no spaces, nothing escaped that need not be.
+        written = json.dumps(parsed, ensure_ascii=False, separators=(",", ":"))
+        if _trailer_bytes(cut, written) <= MAX_TRAILER_BYTES:
+            return cut, written
+
+
+def _trailer_bytes(message: str, body: str) -> int:
+    """Returns what an error takes on the wire: a percent-encoded text, and both as base64."""
+    text = message.encode("utf-8")
+    num_encoded = sum(not 0x20 <= byte <= 0x7E for byte in text[: MAX_TRAILER_BYTES + 1])
+    return len(text) + 2 * num_encoded + (len(text) + len(body.encode("utf-8"))) * 4 // 3
 
 
 def _image(

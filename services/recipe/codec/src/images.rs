@@ -7,8 +7,6 @@ use crate::types::{Detail, Error, Stage};
 const PATCH_PX: u64 = 14;
 /// One token covers this many pixels a side: a patch times the spatial downsample.
 const TOKEN_PX: u64 = 42;
-const MAX_TOKENS: u64 = 1024;
-const MIN_AREA_PX: u64 = 544 * 544;
 /// Longest side after the downscale of low detail, in pixels.
 const LOW_DETAIL_MAX_PX: u64 = 512;
 /// Longest side that WebP can hold, in pixels.
@@ -16,11 +14,26 @@ const WEBP_MAX_PX: u64 = 16_383;
 const MAX_FIT_ROUNDS: usize = 10;
 const MAX_WEBP_ROUNDS: usize = 6;
 
+/// What a model's vision encoder takes; the defaults are those of the published one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Limits {
+    /// Tokens of one image at most, at least 8.
+    pub max_tokens: u32,
+    /// A smaller image is enlarged to about this area.
+    pub min_pixels: u32,
+}
+
+impl Default for Limits {
+    fn default() -> Self {
+        Limits { max_tokens: 1024, min_pixels: 544 * 544 }
+    }
+}
+
 /// Returns how many tokens an image of this size takes in the prompt.
 ///
 /// Errors: internal, when fitting does not converge; no size is known that does it.
-pub fn num_tokens(width: u32, height: u32) -> Result<u32, Error> {
-    let (width, height) = fit(u64::from(width), u64::from(height))?;
+pub fn num_tokens(width: u32, height: u32, limits: Limits) -> Result<u32, Error> {
+    let (width, height) = fit(u64::from(width), u64::from(height), limits)?;
     u32::try_from(tokens_of_fitted(width, height)).map_err(|_| not_converged())
 }
 
@@ -28,12 +41,17 @@ pub fn num_tokens(width: u32, height: u32) -> Result<u32, Error> {
 ///
 /// The encoder's limit on the input's side (8192 px, or 4096 px with many images) is the caller's.
 /// Errors: internal, when fitting does not converge.
-pub fn target_size(width: u32, height: u32, detail: Detail) -> Result<(u32, u32), Error> {
+pub fn target_size(
+    width: u32,
+    height: u32,
+    detail: Detail,
+    limits: Limits,
+) -> Result<(u32, u32), Error> {
     let (width, height) = match detail {
         Detail::Low => limit_side(u64::from(width), u64::from(height), LOW_DETAIL_MAX_PX),
         Detail::High | Detail::Original | Detail::Auto => (u64::from(width), u64::from(height)),
     };
-    let (mut width, mut height) = fit(width, height)?;
+    let (mut width, mut height) = fit(width, height, limits)?;
     for _ in 0..MAX_WEBP_ROUNDS {
         let side = width.max(height);
         if side <= WEBP_MAX_PX {
@@ -45,7 +63,7 @@ pub fn target_size(width: u32, height: u32, detail: Detail) -> Result<(u32, u32)
             let num_patches = (length as f64 * scale / PATCH_PX as f64).ceil() as u64;
             (num_patches * PATCH_PX).min(longest)
         };
-        (width, height) = fit(on_grid(width), on_grid(height))?;
+        (width, height) = fit(on_grid(width), on_grid(height), limits)?;
     }
     if width.max(height) > WEBP_MAX_PX {
         return Err(not_converged());
@@ -71,10 +89,10 @@ fn tokens_of_fitted(width: u64, height: u64) -> u64 {
 }
 
 /// Fits a size onto the patch grid, within the token limit, until it no longer changes.
-fn fit(width: u64, height: u64) -> Result<(u64, u64), Error> {
+fn fit(width: u64, height: u64, limits: Limits) -> Result<(u64, u64), Error> {
     let mut size = (width, height);
     for _ in 0..MAX_FIT_ROUNDS {
-        let fitted = fit_once(size.0, size.1);
+        let fitted = fit_once(size.0, size.1, limits);
         if fitted == size {
             return Ok(size);
         }
@@ -87,33 +105,35 @@ fn not_converged() -> Error {
     Error::internal(Stage::Convert, "image resize calculation did not converge")
 }
 
-fn fit_once(width: u64, height: u64) -> (u64, u64) {
+fn fit_once(width: u64, height: u64, limits: Limits) -> (u64, u64) {
     let (mut width, mut height) = (width, height);
     let area = width * height;
-    if 0 < area && area < MIN_AREA_PX {
-        let ratio = (MIN_AREA_PX as f64 / area as f64).sqrt();
+    let min_area = u64::from(limits.min_pixels);
+    if 0 < area && area < min_area {
+        let ratio = (min_area as f64 / area as f64).sqrt();
         width = (width as f64 * ratio) as u64;
         height = (height as f64 * ratio) as u64;
     }
     let fitted = (width.div_ceil(PATCH_PX) * PATCH_PX, height.div_ceil(PATCH_PX) * PATCH_PX);
-    if tokens_of_fitted(fitted.0, fitted.1) > MAX_TOKENS {
-        return shrink(width, height);
+    let max_tokens = u64::from(limits.max_tokens);
+    if tokens_of_fitted(fitted.0, fitted.1) > max_tokens {
+        return shrink(width, height, max_tokens);
     }
     fitted
 }
 
 /// The largest size of about this shape within the token limit, on the patch grid.
-fn shrink(width: u64, height: u64) -> (u64, u64) {
+fn shrink(width: u64, height: u64, max_tokens: u64) -> (u64, u64) {
     let (wide, high) = (width as f64, height as f64);
     let token_px = TOKEN_PX as f64;
     let ratio = high / wide;
-    let max_columns = ((MAX_TOKENS - 2) as f64 / ratio + 0.25).sqrt() - 0.5;
+    let max_columns = ((max_tokens - 2) as f64 / ratio + 0.25).sqrt() - 0.5;
     let max_rows = max_columns * ratio;
     if max_columns < 1.0 {
-        return (TOKEN_PX, (MAX_TOKENS - 2) / 2 * TOKEN_PX);
+        return (TOKEN_PX, (max_tokens - 2) / 2 * TOKEN_PX);
     }
     if max_rows < 1.0 {
-        return ((MAX_TOKENS - 3) * TOKEN_PX, TOKEN_PX);
+        return ((max_tokens - 3) * TOKEN_PX, TOKEN_PX);
     }
     let scale = (max_columns.trunc() * token_px / wide).min(max_rows.trunc() * token_px / high);
     let on_grid = |length: f64| (length * scale / PATCH_PX as f64) as u64 * PATCH_PX;

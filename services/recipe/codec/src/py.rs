@@ -59,9 +59,22 @@ fn special_tokens(spellings: Option<Vec<String>>) -> PyResult<SpecialTokens> {
 
 /// Ids travel as little-endian u32: one copy for any number of them.
 fn ids_to_bytes<'py>(py: Python<'py>, ids: &[u32]) -> PyResult<Bound<'py, PyBytes>> {
-    PyBytes::new_with(py, ids.len() * 4, |target| {
-        for (bytes, id) in target.chunks_exact_mut(4).zip(ids) {
-            bytes.copy_from_slice(&id.to_le_bytes());
+    id_lists_to_bytes(py, &[ids])
+}
+
+/// `ids_to_bytes` of lists one after another.
+fn id_lists_to_bytes<'py>(
+    py: Python<'py>,
+    lists: &[impl AsRef<[u32]>],
+) -> PyResult<Bound<'py, PyBytes>> {
+    let num_ids: usize = lists.iter().map(|list| list.as_ref().len()).sum();
+    PyBytes::new_with(py, num_ids * 4, |mut target| {
+        for list in lists {
+            let (own, rest) = target.split_at_mut(list.as_ref().len() * 4);
+            for (bytes, id) in own.chunks_exact_mut(4).zip(list.as_ref()) {
+                bytes.copy_from_slice(&id.to_le_bytes());
+            }
+            target = rest;
         }
         Ok(())
     })

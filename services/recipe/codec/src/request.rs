@@ -90,7 +90,7 @@ pub fn encode<'a>(
     let conversation = &request.conversation;
     let rendered = render::render(conversation, request.model_version, &options.special_tokens);
     let narrow = tokenizer.encode_prompt(&rendered.prompt)?;
-    let mut images = read_images(rendered.images)?;
+    let mut images = read_images(rendered.images, options.image_limits)?;
     let image_id = tokenizer.added_id(options.special_tokens.get(Special::Image));
     let ids = widen(narrow, image_id, &mut images);
     let num_ids = u32::try_from(ids.len()).unwrap_or(u32::MAX);
@@ -125,7 +125,10 @@ fn widen(narrow: Vec<u32>, image_id: Option<u32>, images: &mut [PromptImage]) ->
     ids
 }
 
-fn read_images(sources: Vec<ImageSource>) -> Result<Vec<PromptImage>, Refusal> {
+fn read_images(
+    sources: Vec<ImageSource>,
+    limits: images::Limits,
+) -> Result<Vec<PromptImage>, Refusal> {
     let num_images = sources.len();
     if let Some(source) = sources.get(MAX_IMAGES) {
         let text =
@@ -138,7 +141,7 @@ fn read_images(sources: Vec<ImageSource>) -> Result<Vec<PromptImage>, Refusal> {
     for source in sources {
         let path = source.path.clone();
         let index = images.iter().filter(|image| image.source.path == path).count();
-        let image = read_image(source, max_side)
+        let image = read_image(source, max_side, limits)
             .map_err(|text| image_error(format!("{path}.image[{index}]: {text}")))?;
         num_bytes += image.data.len();
         if num_bytes > MAX_ALL_IMAGE_BYTES {
@@ -162,7 +165,11 @@ fn prefixed(path: &str, text: &str) -> String {
     if path.is_empty() { text.to_owned() } else { format!("{path}: {text}") }
 }
 
-fn read_image(source: ImageSource, max_side: u32) -> Result<PromptImage, String> {
+fn read_image(
+    source: ImageSource,
+    max_side: u32,
+    limits: images::Limits,
+) -> Result<PromptImage, String> {
     let unsupported = || UNSUPPORTED_IMAGE.to_owned();
     let data = match &source.data {
         ImageData::Url(_) => {
@@ -183,9 +190,9 @@ fn read_image(source: ImageSource, max_side: u32) -> Result<PromptImage, String>
         return Err(unsupported());
     }
     let (target_width, target_height) =
-        images::target_size(width, height, source.detail).map_err(|error| error.message)?;
+        images::target_size(width, height, source.detail, limits).map_err(|error| error.message)?;
     let num_tokens =
-        images::num_tokens(target_width, target_height).map_err(|error| error.message)?;
+        images::num_tokens(target_width, target_height, limits).map_err(|error| error.message)?;
     Ok(PromptImage { start: 0, num_tokens, width, height, data, source })
 }
 

@@ -110,8 +110,10 @@ pub struct ImageSource {
 pub struct ToolDefinition {
     pub name: String,
     pub description: Option<String>,
-    /// As the client wrote it; shown in the prompt.
+    /// Shown in the prompt: as the client wrote it, or rewritten when strict.
     pub parameters: Value,
+    /// What the output is held to, where that is more than `parameters`.
+    pub enforced_parameters: Option<Value>,
     pub strict: Option<bool>,
     pub defer_loading: bool,
 }

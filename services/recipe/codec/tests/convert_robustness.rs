@@ -463,14 +463,28 @@ fn image_headers_tell_the_size_without_a_panic_on_any_cut() {
 fn image_sizes_at_every_extreme_fit_or_are_refused() {
     for width in [0, 1, 2, 13, 14, 41, 42, 543, 8_192, 65_535, u32::MAX] {
         for height in [0, 1, 3, 15, 43, 544, 8_191, 70_000, u32::MAX] {
-            if let Ok(tokens) = images::num_tokens(width, height) {
+            if let Ok(tokens) = images::num_tokens(width, height, images::Limits::default()) {
                 assert!((2..=1_024).contains(&tokens), "{width}×{height}: {tokens} tokens");
             }
             for detail in [pelagos_codec::types::Detail::Low, pelagos_codec::types::Detail::High] {
-                if let Ok((wide, high)) = images::target_size(width, height, detail) {
+                if let Ok((wide, high)) =
+                    images::target_size(width, height, detail, images::Limits::default())
+                {
                     assert!(wide.max(high) <= 16_383, "{width}×{height}: {wide}×{high}");
                 }
             }
         }
+    }
+}
+
+#[test]
+fn a_model_with_a_smaller_vision_encoder_counts_its_own_tokens() {
+    let small = images::Limits { max_tokens: 64, min_pixels: 84 * 84 };
+    // Two by two cells: a newline token a row, one at the start and one at the end.
+    assert_eq!(images::num_tokens(84, 84, small).ok(), Some(8));
+    assert_eq!(images::num_tokens(84, 84, images::Limits::default()).ok(), Some(184));
+    for (width, height) in [(1, 1), (2000, 1000), (50, 4000), (8000, 8000)] {
+        let num_tokens = images::num_tokens(width, height, small);
+        assert!(num_tokens.is_ok_and(|num| num <= 64), "{width} x {height}");
     }
 }

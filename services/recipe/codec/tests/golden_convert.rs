@@ -129,7 +129,11 @@ fn image_tokens_count_as_recorded() {
     let cases = lines("image_tokens.jsonl");
     assert!(cases.len() >= 167);
     for case in cases {
-        let tokens = images::num_tokens(side(&case, "width"), side(&case, "height"));
+        let tokens = images::num_tokens(
+            side(&case, "width"),
+            side(&case, "height"),
+            images::Limits::default(),
+        );
         assert_eq!(tokens.map(Value::from), Ok(case["tokens"].clone()), "{case}");
     }
 }
@@ -146,7 +150,12 @@ fn images_resize_as_recorded() {
             Some("auto") => Detail::Auto,
             other => panic!("unknown detail {other:?}"),
         };
-        let size = images::target_size(side(&case, "width"), side(&case, "height"), detail);
+        let size = images::target_size(
+            side(&case, "width"),
+            side(&case, "height"),
+            detail,
+            images::Limits::default(),
+        );
         if case.get("error").is_some() {
             assert!(size.is_err(), "{case}");
         } else {

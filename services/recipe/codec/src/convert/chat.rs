@@ -25,6 +25,7 @@ use crate::types::{
 };
 
 #[derive(Deserialize)]
+#[serde(expecting = "an object")]
 pub struct Request {
     model: String,
     /// Typed apart, for speed.
@@ -63,11 +64,13 @@ impl<'de> FromNode<'de> for Request {
 }
 
 #[derive(Deserialize)]
+#[serde(expecting = "an object")]
 struct StreamOptions {
     include_usage: Option<bool>,
 }
 
 #[derive(Deserialize)]
+#[serde(expecting = "an object")]
 struct Tool {
     #[serde(rename = "type")]
     _kind: FunctionType,
@@ -75,6 +78,7 @@ struct Tool {
 }
 
 #[derive(Deserialize)]
+#[serde(expecting = "an object")]
 struct Function {
     name: String,
     description: Option<String>,
@@ -87,6 +91,7 @@ struct ToolChoiceField(Choice);
 impl<'de> Deserialize<'de> for ToolChoiceField {
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
         #[derive(Deserialize)]
+        #[serde(expecting = "an object")]
         struct Named {
             name: String,
         }
@@ -115,6 +120,7 @@ impl<'de> Deserialize<'de> for ToolChoiceField {
 }
 
 #[derive(Deserialize)]
+#[serde(expecting = "an object")]
 #[serde(tag = "type", rename_all = "snake_case")]
 enum Format {
     JsonObject,
@@ -124,6 +130,7 @@ enum Format {
 }
 
 #[derive(Deserialize)]
+#[serde(expecting = "an object")]
 struct FormatSchema {
     schema: Value,
     /// Type-checked only.
@@ -168,6 +175,7 @@ enum InputMessage {
 }
 
 #[derive(Deserialize)]
+#[serde(expecting = "an object")]
 struct Call {
     id: String,
     #[serde(rename = "type")]
@@ -176,6 +184,7 @@ struct Call {
 }
 
 #[derive(Deserialize)]
+#[serde(expecting = "an object")]
 struct CalledFunction {
     name: String,
     arguments: String,
@@ -190,6 +199,7 @@ enum Block {
 }
 
 #[derive(Deserialize)]
+#[serde(expecting = "an object")]
 struct ImageUrl {
     url: String,
     #[serde(default)]
@@ -215,7 +225,8 @@ pub fn convert(request: Request, options: &Options) -> Result<Converted, Error> 
     }
     let mut checker = Checker::default();
     let choice = request.tool_choice.map_or(Choice::Auto, |field| field.0);
-    let selection = tools::select(tools, choice, mode.thinking, &mut checker)?;
+    let selection =
+        tools::select(tools, choice, mode.thinking, options.strict_schema_keywords, &mut checker)?;
     if is_prefix && is_json_object {
         return Err(bad("response_format json_object should not be used with prefix"));
     }
@@ -229,7 +240,7 @@ pub fn convert(request: Request, options: &Options) -> Result<Converted, Error> 
     }
     let has_format = request.response_format.is_some();
     let (response_format, format_constraint) =
-        response_format(request.response_format, &mut checker)?;
+        response_format(request.response_format, options, &mut checker)?;
     if selection.all_strict()? && has_format {
         return Err(bad("response_format should not be used with tools"));
     }
@@ -567,13 +578,17 @@ fn stop_sequences(stop: Option<TextOr<String, PlainKind>>) -> Result<Vec<String>
     }
 }
 
-fn response_format(format: Option<Format>, checker: &mut Checker) -> Result<Formatted, Error> {
+fn response_format(
+    format: Option<Format>,
+    options: &Options,
+    checker: &mut Checker,
+) -> Result<Formatted, Error> {
     Ok(match format {
         None | Some(Format::Text) => (ResponseFormat::Text, None),
         Some(Format::JsonObject) => format::json_object(),
         Some(Format::Regex { regex }) => format::regex(regex),
         Some(Format::JsonSchema { json_schema: FormatSchema { schema, strict, .. } }) => {
-            format::json_schema(schema, strict, checker)?
+            format::json_schema(schema, strict, options.strict_schema_keywords, checker)?
         }
     })
 }

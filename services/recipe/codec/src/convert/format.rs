@@ -2,9 +2,9 @@
 
 use serde_json::Value;
 
-use super::bad;
 use super::schema::Checker;
 use super::strict::{self, Subject};
+use super::{StrictSchemaKeywords, bad};
 use crate::json::{Style, to_string};
 use crate::types::{Error, OutputConstraint, ResponseFormat};
 
@@ -25,10 +25,11 @@ pub fn regex(pattern: String) -> Formatted {
 pub fn json_schema(
     schema: Value,
     strict: Option<bool>,
+    keywords: StrictSchemaKeywords,
     checker: &mut Checker,
 ) -> Result<Formatted, Error> {
     let schema_text = if strict == Some(true) {
-        let rewritten = strict::rewrite(&schema, Subject::ResponseFormat).map_err(bad)?;
+        let rewritten = strict::rewrite(&schema, Subject::ResponseFormat, keywords).map_err(bad)?;
         to_string(&rewritten, Style::Compact)
     } else {
         checker.check_response_format(&schema)?;

@@ -18,6 +18,7 @@ use std::collections::BTreeMap;
 
 use serde_json::Value;
 
+use crate::images::Limits;
 use crate::node::{FromNode, Node};
 use crate::types::{
     Error, Message, ModelVersion, Protocol, Request, SpecialTokens, Stage, ToolDefinition,
@@ -37,6 +38,16 @@ pub enum WebSearch {
     Reject,
 }
 
+/// What becomes of the keywords of a strict schema that the strict grammar does not know.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum StrictSchemaKeywords {
+    /// They are dropped, as section 6.7 has it.
+    Drop,
+    /// The output constraint keeps them: the grammar service enforces each or refuses it by name.
+    /// The prompt is that of `Drop`.
+    Enforce,
+}
+
 /// Options of the service, not of a request (recipe.md, section 6.1).
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Options {
@@ -44,6 +55,7 @@ pub struct Options {
     pub reasoning_content_behavior: ReasoningContentBehavior,
     pub responses_web_search: WebSearch,
     pub messages_web_search: WebSearch,
+    pub strict_schema_keywords: StrictSchemaKeywords,
     /// Accepted model names, exact and case-sensitive.
     pub models: BTreeMap<String, ModelVersion>,
     /// In tokens.
@@ -52,6 +64,7 @@ pub struct Options {
     pub non_thinking_max_tokens_upper_bound: u32,
     /// Only the image spelling is read here.
     pub special_tokens: SpecialTokens,
+    pub image_limits: Limits,
 }
 
 impl Default for Options {
@@ -61,6 +74,7 @@ impl Default for Options {
             reasoning_content_behavior: ReasoningContentBehavior::FillEmpty,
             responses_web_search: WebSearch::Drop,
             messages_web_search: WebSearch::Reject,
+            strict_schema_keywords: StrictSchemaKeywords::Drop,
             models: BTreeMap::from([
                 ("DeepSeek-V4-Pro".to_owned(), ModelVersion::V4),
                 ("DeepSeek-V4.1-Flash".to_owned(), ModelVersion::V41),
@@ -68,6 +82,7 @@ impl Default for Options {
             thinking_max_tokens_upper_bound: 393_216,
             non_thinking_max_tokens_upper_bound: 393_216,
             special_tokens: SpecialTokens::default(),
+            image_limits: Limits::default(),
         }
     }
 }
@@ -105,12 +120,24 @@ impl Options {
                 }
                 "responses_web_search" => options.responses_web_search = web_search()?,
                 "messages_web_search" => options.messages_web_search = web_search()?,
+                "strict_schema_keywords" => {
+                    options.strict_schema_keywords = match value.as_str() {
+                        Some("drop") => StrictSchemaKeywords::Drop,
+                        Some("enforce") => StrictSchemaKeywords::Enforce,
+                        _ => return Err(bad()),
+                    };
+                }
                 "thinking_max_tokens_upper_bound" => {
                     options.thinking_max_tokens_upper_bound = bound()?;
                 }
                 "non_thinking_max_tokens_upper_bound" => {
                     options.non_thinking_max_tokens_upper_bound = bound()?;
                 }
+                "image_max_tokens" => {
+                    options.image_limits.max_tokens =
+                        bound().ok().filter(|n| *n >= 8).ok_or_else(bad)?;
+                }
+                "image_min_pixels" => options.image_limits.min_pixels = bound()?,
                 "model_alias" => {
                     for (name, version) in value.as_object().ok_or_else(bad)? {
                         let version = match version.as_str() {

@@ -4,10 +4,10 @@ use std::collections::HashSet;
 
 use serde_json::Value;
 
-use super::bad;
 use super::sampling::empty_string;
 use super::schema::Checker;
 use super::strict::{self, Subject};
+use super::{StrictSchemaKeywords, bad};
 
 use crate::json::{Json, Style, write_string};
 use crate::types::{Error, OutputConstraint, ToolChoice, ToolDefinition};
@@ -92,10 +92,13 @@ pub fn check_name(name: &str, location: impl Fn() -> String) -> Result<(), Error
 }
 
 /// Checks the declarations against each other and against the choice, and normalises them.
+///
+/// `keywords` says what the constraint of a strict tool holds.
 pub fn select(
     declared: Vec<ClientTool>,
     choice: Choice,
     thinking: bool,
+    keywords: StrictSchemaKeywords,
     checker: &mut Checker,
 ) -> Result<Selection, Error> {
     if choice == Choice::None {
@@ -110,9 +113,16 @@ pub fn select(
         if !names.insert(tool.name.clone()) {
             return Err(bad("Tool names must be unique."));
         }
+        let mut enforced_parameters = None;
         let parameters = match (tool.parameters, tool.strict) {
             (Some(parameters), Some(true)) => {
-                strict::rewrite(&parameters, Subject::ToolParameters).map_err(bad)?
+                let rewrite =
+                    |keywords| strict::rewrite(&parameters, Subject::ToolParameters, keywords);
+                let shown = rewrite(StrictSchemaKeywords::Drop).map_err(bad)?;
+                if keywords == StrictSchemaKeywords::Enforce {
+                    enforced_parameters = Some(rewrite(keywords).map_err(bad)?);
+                }
+                shown
             }
             (None, Some(true)) => strict::empty_parameters(),
             (Some(parameters), _) => {
@@ -125,6 +135,7 @@ pub fn select(
             name: tool.name,
             description: tool.description,
             parameters,
+            enforced_parameters,
             strict: tool.strict,
             defer_loading: tool.defer_loading,
         });
@@ -167,7 +178,8 @@ fn tool_list(tools: &[ToolDefinition]) -> String {
             None => out.push_str("null"),
         }
         out.push_str(",\"parameters\":");
-        tool.parameters.write(&mut out, Style::Compact);
+        let parameters = tool.enforced_parameters.as_ref().unwrap_or(&tool.parameters);
+        parameters.write(&mut out, Style::Compact);
         out.push_str(",\"strict\":");
         out.push_str(match tool.strict {
             None => "null",

@@ -80,6 +80,7 @@ pub enum ThinkingType {
 }
 
 #[derive(Debug, Deserialize)]
+#[serde(expecting = "an object")]
 pub struct Thinking {
     #[serde(rename = "type")]
     pub kind: ThinkingType,

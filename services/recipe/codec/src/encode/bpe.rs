@@ -11,21 +11,16 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 use super::cjk::CjkChars;
 use super::file::{LoadError, TokenizerFile};
 use super::merges::{Merges, Token};
-use super::pieces::piece_end;
-use super::small::merge_bytes;
+use super::pieces::{MAX_PIECES, PieceEnds};
+use super::small::{Group, MAX_PARTS, Results};
 use super::trie::Trie;
-use super::words::{Head, Key, MAX_CACHED_IDS, MAX_KEY_LEN, WordCache, WordTable};
+use super::words::{Head, Key, MAX_KEY_LEN, NO_ID, WordCache, WordTable};
 
-/// Text between two checks of the room left for ids.
-const BLOCK_BYTES: usize = 4096;
-
-/// 65536 pieces of 32 bytes. In 8 MB of prose or code 3 % of the pieces are not in it; a table a
-/// sixteenth of that size, near enough for the fastest cache, misses 14 % and costs more.
+/// 65536 pieces of 32 bytes, of those that are no token.
 const RECENT_BITS: u32 = 16;
 
-/// Longest piece that is merged from its bytes. A short piece needs few rules and those are the
-/// frequent ones, near in the caches; what the search looks up for it is not.
-const MAX_MERGED_LEN: usize = 24;
+/// Tokens of one piece that a scratch keeps room for.
+const MAX_KEPT_TOKENS: usize = 64 << 10;
 
 pub struct Bpe {
     merges: Merges,
@@ -37,6 +32,8 @@ pub struct Bpe {
 /// Memory that one thread reuses from piece to piece.
 pub struct Scratch {
     recent: WordCache,
+    group: Group,
+    results: Results,
     tokens: Vec<Token>,
     /// Positions where no continuation exists, ascending bit order; grown on the first failure.
     dead: Vec<u64>,
@@ -48,9 +45,19 @@ impl Scratch {
     pub fn new() -> Self {
         Scratch {
             recent: WordCache::new(RECENT_BITS),
+            group: Group::new(),
+            results: Results::new(),
             tokens: Vec::new(),
             dead: Vec::new(),
             num_tried: 0,
+        }
+    }
+
+    /// Gives back what one huge piece took.
+    fn shrink(&mut self) {
+        if self.tokens.capacity() > MAX_KEPT_TOKENS {
+            self.tokens = Vec::new();
+            self.dead = Vec::new();
         }
     }
 }
@@ -63,6 +70,7 @@ impl Scratches {
     pub fn with<R>(&self, use_it: impl FnOnce(&mut Scratch) -> R) -> R {
         let mut scratch = self.lock().pop().unwrap_or_else(Scratch::new);
         let result = use_it(&mut scratch);
+        scratch.shrink();
         self.lock().push(scratch);
         result
     }
@@ -85,39 +93,64 @@ impl Bpe {
         Ok(Bpe { cjk, trie: Trie::new(&merges), words: WordTable::new(&words, &merges), merges })
     }
 
-    /// Appends the ids of a text, piece by piece.
+    /// Appends the ids of a text.
+    ///
+    /// Many pieces are found before the first is looked up: by then the memory that it needs is
+    /// on its way, and the waits overlap.
     pub fn encode_pieces(&self, text: &[u8], scratch: &mut Scratch, ids: &mut Vec<u32>) {
+        let mut pieces = PieceEnds::new();
+        let mut keys = [(Key::default(), 0); MAX_PIECES];
+        let mut found = [NO_ID; MAX_PIECES];
+        let mut missing = [0u8; MAX_PIECES];
         let mut at = 0;
         while at < text.len() {
-            // No byte gives more than one id, so these pieces fit but perhaps the last, and what
-            // comes after that one reserves again.
-            let block_end = text.len().min(at + BLOCK_BYTES);
-            ids.reserve(BLOCK_BYTES + MAX_CACHED_IDS);
-            while at < block_end {
-                let end = piece_end(text, at);
-                let len = end - at;
-                if len > MAX_KEY_LEN {
-                    self.encode_long(text, at..end, scratch, ids);
-                    at = end;
-                    continue;
-                }
-                let key = Key::new(text, at, len);
+            let ends = pieces.find(text, at);
+            let mut start = at;
+            for (&end, slot) in ends.iter().zip(&mut keys) {
+                let len = end - start;
+                // A longer piece gets the key of no piece.
+                let key =
+                    if len <= MAX_KEY_LEN { Key::new(text, start, len) } else { Key::default() };
                 let hash = key.hash();
-                match scratch.recent.get(key, hash) {
-                    Some((cached, num_ids)) => {
-                        debug_assert!(ids.capacity() - ids.len() >= MAX_CACHED_IDS);
-                        // SAFETY: reserved above. Copying all of a fixed number and counting some
-                        // of them has no branch on how many there are.
-                        unsafe {
-                            let target = ids.as_mut_ptr().add(ids.len());
-                            target.cast::<[u32; MAX_CACHED_IDS]>().write_unaligned(*cached);
-                            ids.set_len(ids.len() + num_ids);
-                        }
-                    }
-                    None => self.encode_uncommon(text, at..end, key, hash, scratch, ids),
-                }
-                at = end;
+                self.words.prefetch(hash);
+                *slot = (key, hash);
+                start = end;
             }
+            let mut num_missing = 0;
+            for (index, (&(key, hash), id)) in keys.iter().zip(&mut found[..ends.len()]).enumerate()
+            {
+                *id = self.words.get(key, hash);
+                missing[num_missing & (MAX_PIECES - 1)] = index as u8;
+                num_missing += usize::from(*id == NO_ID);
+            }
+            ids.reserve(ends.len());
+            let missing = &missing[..num_missing];
+            for &index in missing {
+                scratch.recent.prefetch(keys[usize::from(index)].1);
+            }
+            let piece = |index: usize| if index == 0 { at } else { ends[index - 1] }..ends[index];
+            scratch.results.clear(missing.len());
+            for (number, &index) in missing.iter().enumerate() {
+                let (key, hash) = keys[usize::from(index)];
+                self.encode_uncommon(text, piece(usize::from(index)), key, hash, number, scratch);
+            }
+            scratch.group.run(&self.merges, &mut scratch.results);
+            let mut done = 0;
+            for (number, &index) in missing.iter().enumerate() {
+                let index = usize::from(index);
+                ids.extend_from_slice(&found[done..index]);
+                let own = scratch.results.get(number);
+                ids.extend_from_slice(own);
+                if piece(index).len() <= MAX_KEY_LEN {
+                    scratch.recent.put(keys[index].0, keys[index].1, own);
+                } else if own.is_empty() {
+                    self.search(text, piece(index), scratch);
+                    self.write_ids(&scratch.tokens, ids);
+                }
+                done = index + 1;
+            }
+            ids.extend_from_slice(&found[done..ends.len()]);
+            at = ends[ends.len() - 1];
         }
     }
 
@@ -135,48 +168,41 @@ impl Bpe {
         ids.extend(tokens.iter().map(|token| self.merges.id(*token)));
     }
 
-    #[inline(never)]
+    /// A piece that is no short token: puts its ids for `number`, perhaps only when the group
+    /// runs; none of a piece that has to be searched.
+    #[inline]
     fn encode_uncommon(
         &self,
         text: &[u8],
         piece: Range<usize>,
         key: Key,
         hash: u64,
+        number: usize,
         scratch: &mut Scratch,
-        ids: &mut Vec<u32>,
     ) {
-        if let Some((_, id)) = self.words.get(key, hash) {
-            ids.push(id);
-            return scratch.recent.put(key, hash, &[id]);
+        let Scratch { recent, group, results, .. } = scratch;
+        let bytes = &text[piece];
+        if bytes.len() <= MAX_KEY_LEN
+            && let Some((cached, num_ids)) = recent.get(key, hash)
+        {
+            return results.put(number, cached[..num_ids].iter().copied());
         }
-        let start = ids.len();
-        self.encode_long(text, piece, scratch, ids);
-        scratch.recent.put(key, hash, &ids[start..]);
-    }
-
-    #[inline(never)]
-    fn encode_long(
-        &self,
-        text: &[u8],
-        piece: Range<usize>,
-        scratch: &mut Scratch,
-        ids: &mut Vec<u32>,
-    ) {
-        if text[piece.start] >= 0xE0 && self.cjk.encode(&text[piece.clone()], &self.merges, ids) {
-            return;
-        }
-        if piece.len() > MAX_KEY_LEN {
-            // Of a short piece the table has told that it is no token.
-            let whole = self.trie.longest(&text[piece.clone()]);
-            if self.merges.len(whole) == piece.len() {
-                return ids.push(self.merges.id(whole));
+        if bytes[0] >= 0xE0 {
+            let fill = |tokens: &mut _| self.cjk.tokens(bytes, tokens);
+            if group.add_tokens(fill, number, &self.merges, results) {
+                return;
             }
         }
-        if piece.len() <= MAX_MERGED_LEN {
-            return merge_bytes(&text[piece], &self.merges, ids);
+        if bytes.len() > MAX_KEY_LEN {
+            // Of a short piece the table has told that it is no token.
+            let whole = self.trie.longest(bytes);
+            if self.merges.len(whole) == bytes.len() {
+                return results.put(number, [self.merges.id(whole)]);
+            }
         }
-        self.search(text, piece, scratch);
-        self.write_ids(&scratch.tokens, ids);
+        if bytes.len() <= MAX_PARTS {
+            group.add_bytes(bytes, number, &self.merges, results);
+        }
     }
 
     /// The longest token at the start of `text[at..end]`.
@@ -191,8 +217,9 @@ impl Bpe {
         let head = Head::new(text, at, len);
         for len in (2..=len).rev() {
             let key = head.key(len);
-            if let Some((token, _)) = self.words.get(key, key.hash()) {
-                return token;
+            let id = self.words.get(key, key.hash());
+            if id != NO_ID {
+                return self.merges.token(id);
             }
         }
         Token::from(text[at])
@@ -307,6 +334,46 @@ mod tests {
                     .collect();
                 let wanted = by_the_rules(&bpe, &piece);
                 assert_eq!(bpe.search_tokens(&piece, &mut scratch), wanted, "{piece:?}");
+            }
+        }
+    }
+
+    #[test]
+    fn merging_side_by_side_gives_what_the_rules_give() {
+        let bpe = tempting();
+        let mut group = Group::new();
+        let mut bits = 5u64;
+        for round in 0..200 {
+            let mut results = Results::new();
+            let pieces: Vec<Vec<u8>> = (0..1 + round % 40)
+                .map(|_| {
+                    let mut next = || {
+                        bits = bits.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(99);
+                        bits >> 58
+                    };
+                    let len = 1 + next() as usize % MAX_PARTS;
+                    (0..len).map(|_| if next() % 8 == 0 { b'b' } else { b'a' }).collect()
+                })
+                .collect();
+            results.clear(pieces.len());
+            for (number, piece) in pieces.iter().enumerate() {
+                if number % 3 == 0 {
+                    let fill = |tokens: &mut [Token; MAX_PARTS]| {
+                        for (token, byte) in tokens.iter_mut().zip(piece) {
+                            *token = Token::from(*byte);
+                        }
+                        Some(piece.len())
+                    };
+                    assert!(group.add_tokens(fill, number, &bpe.merges, &mut results));
+                } else {
+                    group.add_bytes(piece, number, &bpe.merges, &mut results);
+                }
+            }
+            group.run(&bpe.merges, &mut results);
+            for (number, piece) in pieces.iter().enumerate() {
+                let wanted = by_the_rules(&bpe, piece);
+                let wanted: Vec<u32> = wanted.iter().map(|token| bpe.merges.id(*token)).collect();
+                assert_eq!(results.get(number), wanted, "{piece:?}");
             }
         }
     }

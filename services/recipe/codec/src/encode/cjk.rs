@@ -4,7 +4,7 @@
 //! merge ever takes a part of the character away from it; that is read off the merge rules once.
 
 use super::merges::{Merges, NUM_BYTES, Token};
-use super::small::{MAX_PARTS, merge_tokens};
+use super::small::MAX_PARTS;
 
 /// The first and last code point that can be in a CJK piece.
 const FIRST: u32 = 0x3040;
@@ -28,26 +28,36 @@ impl CjkChars {
         CjkChars { tokens }
     }
 
-    /// Appends the ids of a piece; `false`, and nothing appended, if it holds any other character.
+    /// Writes what a piece can be merged from: a token for each character that always comes to be
+    /// whole, the bytes of any other. Says how many; `None` if the piece holds a character that is
+    /// not CJK, or gives too many.
+    ///
+    /// Merging goes by rank, and a character's own merges come before any that takes it whole; so
+    /// it may as well start whole, whatever its neighbours start as.
     #[inline]
-    pub fn encode(&self, piece: &[u8], merges: &Merges, ids: &mut Vec<u32>) -> bool {
-        let mut tokens = [0; MAX_PARTS];
-        let len = piece.len() / 3;
-        if len > MAX_PARTS || len * 3 != piece.len() {
-            return false;
+    pub fn tokens(&self, piece: &[u8], tokens: &mut [Token; MAX_PARTS]) -> Option<usize> {
+        let (chars, rest) = piece.as_chunks::<3>();
+        if !rest.is_empty() {
+            return None;
         }
-        for (token, bytes) in tokens.iter_mut().zip(piece.chunks_exact(3)) {
-            let [a, b, c] = [bytes[0], bytes[1], bytes[2]].map(u32::from);
+        let mut num = 0;
+        for &bytes in chars {
+            let [a, b, c] = bytes.map(u32::from);
             // Bytes of another shape give some other code point, which is checked again below.
             let code = (a & 0xF) << 12 | (b & 0x3F) << 6 | c & 0x3F;
-            let found = self.tokens.get(code.wrapping_sub(FIRST) as usize);
-            match found {
-                Some(&found) if a >= 0xE0 && found != NONE => *token = found,
-                _ => return false,
+            let &whole = self.tokens.get(code.wrapping_sub(FIRST) as usize)?;
+            if a & 0xF0 != 0xE0 {
+                return None;
+            }
+            if whole != NONE {
+                *tokens.get_mut(num)? = whole;
+                num += 1;
+            } else {
+                tokens.get_mut(num..num + 3)?.copy_from_slice(&[a, b, c]);
+                num += 3;
             }
         }
-        merge_tokens(&mut tokens, len, merges, ids);
-        true
+        Some(num)
     }
 }
 

@@ -2,21 +2,21 @@
 //!
 //! Never for prompts: there a special token exists only where the template put it.
 
+use std::collections::HashSet;
 use std::sync::Arc;
 
 use aho_corasick::{AhoCorasick, MatchKind};
 
 use super::Tokenizer;
 use super::file::{LoadError, TokenizerFile};
-use super::regions::{Cut, cut_at, next_cut};
+use super::regions::is_cut;
 
 /// Finds added spellings: leftmost, longest; first those that are matched in the raw text, then,
 /// in what is left between them, the others.
 pub struct AddedMatcher {
     passes: Vec<Pass>,
-    /// Whether no spelling holds a cut of this kind, so that a text may be cut there.
-    may_cut_at_space: bool,
-    may_cut_at_cjk: bool,
+    /// Characters that stand side by side in some spelling: nothing may be cut between them.
+    neighbours: HashSet<(char, char)>,
 }
 
 struct Pass {
@@ -44,17 +44,12 @@ impl AddedMatcher {
                 .map_err(|error| LoadError(format!("added tokens: {error}")))?;
             passes.push(Pass { automaton, ids: tokens().map(|token| token.id).collect() });
         }
-        let has_cut = |kind: Cut| {
-            file.added.iter().any(|token| {
-                let text = token.content.as_bytes();
-                next_cut(text, 1, |cut| cut == kind) < text.len()
-            })
-        };
-        Ok(AddedMatcher {
-            passes,
-            may_cut_at_space: !has_cut(Cut::LetterSpace),
-            may_cut_at_cjk: !has_cut(Cut::CjkBorder),
-        })
+        let neighbours = file.added.iter().flat_map(|token| {
+            let text = token.content.as_str();
+            text.chars().zip(text.chars().skip(1))
+        });
+        let neighbours = neighbours.collect();
+        Ok(AddedMatcher { passes, neighbours })
     }
 
     /// Splits a text into plain stretches and added tokens, in order.
@@ -66,13 +61,9 @@ impl AddedMatcher {
         segments
     }
 
-    /// Whether what lies on the two sides of this cut is encoded the same apart as together.
-    fn may_cut(&self, cut: Cut) -> bool {
-        match cut {
-            Cut::LetterSpace => self.may_cut_at_space,
-            Cut::CjkBorder => self.may_cut_at_cjk,
-            Cut::NumberBorder => false,
-        }
+    /// Whether an added spelling may cross the border between these two characters.
+    fn may_cross(&self, before: char, after: char) -> bool {
+        self.neighbours.contains(&(before, after))
     }
 }
 
@@ -100,8 +91,8 @@ impl Pass {
 /// The number of ids of everything pushed so far, under the full vocabulary.
 ///
 /// Text is counted for good up to a cut that no added spelling crosses; what follows waits. The
-/// waiting text is short unless there is no such cut in the text at all, and then it is looked at
-/// again only when it has doubled.
+/// waiting text is short unless one piece of it is long, and then it is looked at again only when it
+/// has doubled.
 pub struct IncrementalCounter {
     tokenizer: Arc<Tokenizer>,
     num_counted: u64,
@@ -145,9 +136,9 @@ impl IncrementalCounter {
     fn last_cut(&self) -> Option<usize> {
         let text = self.waiting.as_bytes();
         let matcher = self.tokenizer.added_matcher();
-        (1..text.len()).rev().find(|&at| {
-            self.waiting.is_char_boundary(at)
-                && cut_at(text, at).is_some_and(|cut| matcher.may_cut(cut))
+        let backwards = self.waiting.char_indices().rev();
+        backwards.clone().zip(backwards.skip(1)).find_map(|((at, after), (_, before))| {
+            (is_cut(text, at) && !matcher.may_cross(before, after)).then_some(at)
         })
     }
 }

@@ -31,7 +31,7 @@ struct State {
     num_bytes: usize,
 }
 
-struct Entry {
+pub struct Entry {
     hash: u64,
     text: Box<[u8]>,
     ids: Arc<[u32]>,
@@ -41,8 +41,12 @@ struct Entry {
 
 impl Entry {
     fn num_bytes(&self) -> usize {
-        self.text.len() + size_of_val(&*self.ids) + ENTRY_BYTES
+        num_entry_bytes(&self.text, &self.ids)
     }
+}
+
+fn num_entry_bytes(text: &[u8], ids: &[u32]) -> usize {
+    text.len() + size_of_val(ids) + ENTRY_BYTES
 }
 
 impl IdCache {
@@ -68,32 +72,20 @@ impl IdCache {
         Some(Arc::clone(&state.entries[index].ids))
     }
 
-    pub fn put(&self, hash: u64, text: &[u8], ids: &[u32]) {
-        let entry = Entry { hash, text: text.into(), ids: ids.into(), newer: NONE, older: NONE };
-        if entry.num_bytes() > self.max_bytes {
-            return;
+    /// What `put` keeps of a text; `None` for more than the cache may hold.
+    pub fn entry(&self, hash: u64, text: &[u8], ids: &[u32]) -> Option<Entry> {
+        if num_entry_bytes(text, ids) > self.max_bytes {
+            return None;
         }
+        Some(Entry { hash, text: text.into(), ids: ids.into(), newer: NONE, older: NONE })
+    }
+
+    /// Keeps entries, the last one as the latest used.
+    pub fn put(&self, entries: impl IntoIterator<Item = Entry>) {
         let mut state = self.lock();
-        if let Some(&index) = state.by_hash.get(&hash) {
-            state.remove(index);
+        for entry in entries {
+            state.put(entry, self.max_bytes);
         }
-        state.num_bytes += entry.num_bytes();
-        while state.num_bytes > self.max_bytes {
-            let Some((_, oldest)) = state.ends else { break };
-            state.remove(oldest);
-        }
-        let index = match state.free.pop() {
-            Some(index) => {
-                state.entries[index] = entry;
-                index
-            }
-            None => {
-                state.entries.push(entry);
-                state.entries.len() - 1
-            }
-        };
-        state.by_hash.insert(hash, index);
-        state.link_newest(index);
     }
 
     /// Bytes held now.
@@ -107,6 +99,30 @@ impl IdCache {
 }
 
 impl State {
+    fn put(&mut self, entry: Entry, max_bytes: usize) {
+        if let Some(&index) = self.by_hash.get(&entry.hash) {
+            self.remove(index);
+        }
+        self.num_bytes += entry.num_bytes();
+        while self.num_bytes > max_bytes {
+            let Some((_, oldest)) = self.ends else { break };
+            self.remove(oldest);
+        }
+        let hash = entry.hash;
+        let index = match self.free.pop() {
+            Some(index) => {
+                self.entries[index] = entry;
+                index
+            }
+            None => {
+                self.entries.push(entry);
+                self.entries.len() - 1
+            }
+        };
+        self.by_hash.insert(hash, index);
+        self.link_newest(index);
+    }
+
     fn unlink(&mut self, index: usize) {
         let (newer, older) = (self.entries[index].newer, self.entries[index].older);
         if newer != NONE {
@@ -152,7 +168,7 @@ mod tests {
     use super::*;
 
     fn put(cache: &IdCache, text: &str, ids: &[u32]) {
-        cache.put(cache.hash(text.as_bytes()), text.as_bytes(), ids);
+        cache.put(cache.entry(cache.hash(text.as_bytes()), text.as_bytes(), ids));
     }
 
     fn get(cache: &IdCache, text: &str) -> Option<Vec<u32>> {
@@ -179,9 +195,9 @@ mod tests {
     #[test]
     fn texts_of_one_hash_never_answer_for_each_other() {
         let cache = IdCache::new(1 << 20);
-        cache.put(7, b"mine", &[1]);
+        cache.put(cache.entry(7, b"mine", &[1]));
         assert_eq!(cache.get(7, b"thine"), None);
-        cache.put(7, b"thine", &[2]);
+        cache.put(cache.entry(7, b"thine", &[2]));
         assert_eq!(cache.get(7, b"mine"), None);
         assert_eq!(cache.get(7, b"thine").as_deref(), Some(&[2][..]));
         assert_eq!(cache.num_bytes(), "thine".len() + 4 + ENTRY_BYTES);

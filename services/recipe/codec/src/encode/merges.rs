@@ -14,7 +14,8 @@
 //! makes that same merge.
 
 use super::file::{LoadError, TokenizerFile};
-use super::huge::HugeVec;
+pub use super::pairs::Pair;
+use super::pairs::{PairTable, TOKEN_BITS};
 
 /// A token in order of creation: a byte, or 256 + the rank of the merge that makes it.
 pub type Token = u32;
@@ -32,6 +33,8 @@ pub struct Merges {
     byte_pairs: Vec<Token>,
     /// The id in the file.
     ids: Vec<u32>,
+    /// The token of an id, `u32::MAX` for an id of none.
+    tokens: Vec<Token>,
     /// Length in bytes.
     lens: Vec<u32>,
     /// Whether merging the token's own bytes gives the token; others never appear.
@@ -70,10 +73,15 @@ impl Merges {
             lens.push(lens[left as usize] + lens[right as usize]);
             parts.push((left, right));
         }
-        let pairs = PairTable::new(&parts);
-        let byte_pairs = (0..1 << 16).map(|pair| pairs.get(pair >> 8, pair & 0xFF));
+        let pairs = PairTable::new(&parts, |rank| NUM_BYTES + rank as Token);
+        let byte_pairs = (0..1 << 16).map(|pair| pairs.get(Pair::new(pair >> 8, pair & 0xFF)));
         let byte_pairs = byte_pairs.map(|merged| merged.unwrap_or(NONE)).collect();
-        let mut merges = Merges { parts, pairs, byte_pairs, ids, lens, reachable: Vec::new() };
+        let mut tokens = vec![NONE; ids.iter().max().map_or(0, |id| *id as usize + 1)];
+        for (token, id) in ids.iter().enumerate() {
+            tokens[*id as usize] = token as Token;
+        }
+        let reachable = Vec::new();
+        let mut merges = Merges { parts, pairs, byte_pairs, ids, tokens, lens, reachable };
         merges.reachable = vec![true; NUM_BYTES as usize];
         for index in 0..merges.parts.len() {
             let (left, right) = merges.parts[index];
@@ -92,6 +100,12 @@ impl Merges {
     #[inline(always)]
     pub fn id(&self, token: Token) -> u32 {
         self.ids[token as usize]
+    }
+
+    /// The token of an id that `id` gave.
+    #[inline(always)]
+    pub fn token(&self, id: u32) -> Token {
+        self.tokens[id as usize]
     }
 
     #[inline(always)]
@@ -117,7 +131,13 @@ impl Merges {
     /// The token that merging two neighbours gives, if there is such a merge.
     #[inline(always)]
     pub fn merged(&self, left: Token, right: Token) -> Option<Token> {
-        self.pairs.get(left, right)
+        self.pairs.get(Pair::new(left, right))
+    }
+
+    /// Starts to load what `merged` will look at.
+    #[inline(always)]
+    pub fn prefetch(&self, pair: Pair) {
+        self.pairs.prefetch(pair);
     }
 
     /// `merged` of two bytes.
@@ -159,7 +179,7 @@ impl Merges {
     /// the left one comes first, hence the `+ 1` on the right side.
     fn is_border(&self, mut left: Token, mut right: Token, mut limit: u32, mut look: bool) -> bool {
         loop {
-            if look && self.pairs.get(left, right).is_some_and(|merged| merged < limit) {
+            if look && self.pairs.get(Pair::new(left, right)).is_some_and(|merged| merged < limit) {
                 return false;
             }
             look = true;
@@ -174,69 +194,6 @@ impl Merges {
                 limit = right + 1;
                 right = self.parts[(right - NUM_BYTES) as usize].0;
             }
-        }
-    }
-}
-
-/// (left, right) to the merged token: open addressing, behind a small filter of one bit per hash,
-/// because nearly every question is about a pair that has no merge.
-struct PairTable {
-    filter: Vec<u64>,
-    /// left, right and merged token, 20 bits each.
-    slots: HugeVec<u64>,
-    shift: u32,
-}
-
-const TOKEN_BITS: u32 = 20;
-const EMPTY: u64 = u64::MAX;
-/// Filter bits per slot of the table, as a power of two.
-const FILTER_BITS: u32 = 3;
-
-impl PairTable {
-    fn new(parts: &[(Token, Token)]) -> Self {
-        let bits = (parts.len() * 2).next_power_of_two().trailing_zeros().max(6);
-        let mut table = PairTable {
-            filter: vec![0; 1 << (bits + FILTER_BITS - 6)],
-            slots: HugeVec::new(1 << bits, EMPTY),
-            shift: 64 - bits,
-        };
-        for (rank, &(left, right)) in parts.iter().enumerate() {
-            let (key, hash) = Self::hash(left, right);
-            let bit = hash >> (table.shift - FILTER_BITS);
-            table.filter[(bit >> 6) as usize] |= 1 << (bit & 63);
-            let mut slot = (hash >> table.shift) as usize;
-            while table.slots[slot] != EMPTY {
-                slot = (slot + 1) & (table.slots.len() - 1);
-            }
-            table.slots[slot] = key << TOKEN_BITS | u64::from(NUM_BYTES + rank as u32);
-        }
-        table
-    }
-
-    #[inline(always)]
-    fn hash(left: Token, right: Token) -> (u64, u64) {
-        let key = u64::from(left) << TOKEN_BITS | u64::from(right);
-        let mixed = key.wrapping_mul(0x9E37_79B9_7F4A_7C15);
-        (key, (mixed ^ mixed >> 29).wrapping_mul(0xBF58_476D_1CE4_E5B9))
-    }
-
-    #[inline(always)]
-    fn get(&self, left: Token, right: Token) -> Option<Token> {
-        let (key, hash) = Self::hash(left, right);
-        let bit = hash >> (self.shift - FILTER_BITS);
-        if self.filter[(bit >> 6) as usize] & 1 << (bit & 63) == 0 {
-            return None;
-        }
-        let mut slot = (hash >> self.shift) as usize;
-        loop {
-            let found = self.slots[slot];
-            if found >> TOKEN_BITS == key {
-                return Some((found & ((1 << TOKEN_BITS) - 1)) as Token);
-            }
-            if found == EMPTY {
-                return None;
-            }
-            slot = (slot + 1) & (self.slots.len() - 1);
         }
     }
 }

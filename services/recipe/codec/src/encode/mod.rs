@@ -4,12 +4,13 @@
 //! | --- | --- |
 //! | `file`, `vocabulary` | reads `tokenizer.json`; id to bytes, spelling to id |
 //! | `classes`, `class_table` | what kind of character a code point is |
-//! | `pieces` | the pre-tokenizer |
-//! | `merges`, `trie`, `words`, `small`, `cjk`, `bpe` | a piece to ids |
+//! | `pieces`, `ascii` | the pre-tokenizer |
+//! | `merges`, `pairs`, `trie`, `words`, `small`, `cjk`, `bpe` | a piece to ids |
 //! | `regions` | a region cut and spread over threads |
 //! | `id_cache` | ids of text seen before |
 //! | `full` | encoding with the added vocabulary, and its incremental count |
 
+mod ascii;
 mod bpe;
 mod cjk;
 mod class_table;
@@ -19,6 +20,7 @@ mod full;
 mod huge;
 mod id_cache;
 mod merges;
+mod pairs;
 mod pieces;
 mod regions;
 mod small;
@@ -113,35 +115,77 @@ impl Tokenizer {
 
     /// Ids of one plain region: base vocabulary only, added spellings are ordinary text.
     pub fn encode_plain(&self, text: &str) -> Vec<u32> {
+        let mut parts = self.encode_plain_parts(text);
+        if parts.len() == 1 { parts.pop().unwrap_or_default() } else { self.join(&parts) }
+    }
+
+    /// `encode_plain` in several lists, one after another.
+    pub fn encode_plain_parts(&self, text: &str) -> Vec<Vec<u32>> {
         let text = text.as_bytes();
         if text.len() < MIN_PARALLEL_BYTES || self.pool.is_none() {
             let mut ids = Vec::with_capacity(text.len() / 3 + 8);
             self.scratches.with(|scratch| self.bpe.encode_pieces(text, scratch, &mut ids));
-            return ids;
+            return vec![ids];
         }
         let parts = regions::parts(text, regions::TASK_BYTES);
-        self.encode_parts(text, &parts).concat()
+        self.encode_parts(text, &parts, |_, ids| ids)
     }
 
-    /// Ids of parts of a text between cuts, in the same order.
-    fn encode_parts(&self, text: &[u8], parts: &[Range<usize>]) -> Vec<Vec<u32>> {
-        let text_of = |part: &Range<usize>| &text[part.clone()];
+    /// Ids of parts of a text between cuts, each given to `finish` with its index; in order.
+    fn encode_parts<R: Send>(
+        &self,
+        text: &[u8],
+        parts: &[Range<usize>],
+        finish: impl Fn(usize, Vec<u32>) -> R + Sync,
+    ) -> Vec<R> {
         let num_bytes: usize = parts.iter().map(Range::len).sum();
         match &self.pool {
             Some(pool) if num_bytes >= MIN_PARALLEL_BYTES => pool.install(|| {
-                let encode = |part| regions::encode_part(&self.bpe, text_of(part), &self.scratches);
-                parts.par_iter().map(encode).collect()
+                let encode = |(index, part): (usize, &Range<usize>)| {
+                    let part = &text[part.clone()];
+                    finish(index, regions::encode_part(&self.bpe, part, &self.scratches))
+                };
+                parts.par_iter().enumerate().map(encode).collect()
             }),
             _ => self.scratches.with(|scratch| {
-                let encode = |part| {
-                    let part = text_of(part);
+                let encode = |(index, part): (usize, &Range<usize>)| {
+                    let part = &text[part.clone()];
                     let mut ids = Vec::with_capacity(part.len() / 3 + 8);
                     self.bpe.encode_pieces(part, scratch, &mut ids);
-                    ids
+                    finish(index, ids)
                 };
-                parts.iter().map(encode).collect()
+                parts.iter().enumerate().map(encode).collect()
             }),
         }
+    }
+
+    /// All lists one after another: on all threads if there is much to copy, because new memory
+    /// costs more than the copy.
+    fn join<L: AsRef<[u32]> + Sync>(&self, lists: &[L]) -> Vec<u32> {
+        let num_ids = lists.iter().map(|list| list.as_ref().len()).sum();
+        let mut ids: Vec<u32> = Vec::with_capacity(num_ids);
+        match &self.pool {
+            Some(pool) if num_ids >= MIN_PARALLEL_BYTES => {
+                let mut rest = ids.spare_capacity_mut();
+                let mut copies = Vec::with_capacity(lists.len());
+                for list in lists {
+                    let (target, after) = rest.split_at_mut(list.as_ref().len());
+                    copies.push((target, list.as_ref()));
+                    rest = after;
+                }
+                pool.install(|| {
+                    copies.into_par_iter().with_min_len(16).for_each(|(target, list)| {
+                        for (target, id) in target.iter_mut().zip(list) {
+                            target.write(*id);
+                        }
+                    });
+                });
+                // SAFETY: the lists filled the first `num_ids` places, each its own.
+                unsafe { ids.set_len(num_ids) };
+            }
+            _ => lists.iter().for_each(|list| ids.extend_from_slice(list.as_ref())),
+        }
+        ids
     }
 
     /// Ids of a rendered prompt: each special range by its spelling, the rest plain.
@@ -151,7 +195,7 @@ impl Tokenizer {
         let text = prompt.text.as_bytes();
         // Everything known at once stays a piece of the plan; the rest is encoded together.
         let mut plan = Vec::with_capacity(2 * prompt.specials.len() + 1);
-        let mut missing: Vec<Range<usize>> = Vec::new();
+        let mut missing: Vec<(Range<usize>, Option<u64>)> = Vec::new();
         let mut start = 0;
         for &(from, to) in &prompt.specials {
             self.plan_region(text, start..from, &mut plan, &mut missing);
@@ -160,22 +204,24 @@ impl Tokenizer {
         }
         self.plan_region(text, start..text.len(), &mut plan, &mut missing);
 
-        let encoded = self.encode_parts(text, &missing);
-        let mut ids = Vec::with_capacity(text.len() / 3 + 8);
-        for planned in plan {
-            match planned {
-                Planned::Special(id) => ids.push(id),
-                Planned::Cached(part) => ids.extend_from_slice(&part),
-                Planned::Missing { index, hash } => {
-                    let part = &encoded[index];
-                    if let Some(hash) = hash {
-                        self.cache.put(hash, &text[missing[index].clone()], part);
-                    }
-                    ids.extend_from_slice(part);
-                }
-            }
-        }
-        Ok(ids)
+        // What the cache keeps is copied where the ids were made, on as many threads.
+        let ranges: Vec<_> = missing.iter().map(|(range, _)| range.clone()).collect();
+        let encoded = self.encode_parts(text, &ranges, |index, ids| {
+            let (range, hash) = &missing[index];
+            let entry = hash.and_then(|hash| self.cache.entry(hash, &text[range.clone()], &ids));
+            (ids, entry)
+        });
+        let (encoded, entries): (Vec<_>, Vec<_>) = encoded.into_iter().unzip();
+        self.cache.put(entries.into_iter().flatten());
+        let lists: Vec<&[u32]> = plan
+            .iter()
+            .map(|planned| match planned {
+                Planned::Special(id) => std::slice::from_ref(id),
+                Planned::Cached(ids) => ids,
+                Planned::Missing(index) => &encoded[*index],
+            })
+            .collect();
+        Ok(self.join(&lists))
     }
 
     fn plan_region(
@@ -183,7 +229,7 @@ impl Tokenizer {
         text: &[u8],
         region: Range<usize>,
         plan: &mut Vec<Planned>,
-        missing: &mut Vec<Range<usize>>,
+        missing: &mut Vec<(Range<usize>, Option<u64>)>,
     ) {
         for part in regions::parts(&text[region.clone()], CACHE_PART_BYTES) {
             let part = region.start + part.start..region.start + part.end;
@@ -193,8 +239,8 @@ impl Tokenizer {
             plan.push(match cached {
                 Some(ids) => Planned::Cached(ids),
                 None => {
-                    missing.push(part);
-                    Planned::Missing { index: missing.len() - 1, hash }
+                    missing.push((part, hash));
+                    Planned::Missing(missing.len() - 1)
                 }
             });
         }
@@ -280,5 +326,6 @@ impl Tokenizer {
 enum Planned {
     Special(u32),
     Cached(Arc<[u32]>),
-    Missing { index: usize, hash: Option<u64> },
+    /// The index among what has to be encoded.
+    Missing(usize),
 }

@@ -5,12 +5,64 @@
 //! like the end of the text, and the end of a CJK run looks the same from inside it. A piece then
 //! depends only on the text from its start on, never on what came before.
 
+use super::ascii::{self, BLOCK};
 use super::classes::{
     ASCII, CJK, Class, LETTER, MARK, NEWLINE, NUMBER, OTHER, PUNCT, SPACE, class_of,
 };
 
 /// The stretch of rule 3 ends: end of text, a digit, or the border of a CJK run.
 const END: Class = 0;
+
+/// Pieces that are found before the first of them is looked up.
+pub const MAX_PIECES: usize = 128;
+
+/// The ends of consecutive pieces.
+pub struct PieceEnds {
+    ends: [usize; MAX_PIECES],
+    num: usize,
+}
+
+impl PieceEnds {
+    pub fn new() -> Self {
+        PieceEnds { ends: [0; MAX_PIECES], num: 0 }
+    }
+
+    /// Finds the ends of the pieces from `start` on, which must be the start of one: at least one
+    /// unless the text ends there.
+    #[inline(always)]
+    pub fn find(&mut self, text: &[u8], start: usize) -> &[usize] {
+        self.num = 0;
+        let mut at = start;
+        while at < text.len() && self.num <= MAX_PIECES - BLOCK {
+            let block = text[at..].first_chunk::<BLOCK>().filter(|block| block[0] < 0x80);
+            if let Some(block) = block {
+                let found = ascii::starts(block);
+                let mut bits = found.bits & !1;
+                let mut last = 0;
+                while bits != 0 {
+                    last = bits.trailing_zeros() as usize;
+                    self.push(at + last);
+                    bits &= bits - 1;
+                }
+                at += last;
+                // The last piece is not seen whole; the next block begins with it, unless it
+                // leads to a byte that no block can tell, or fills this one.
+                if !found.is_cut && last != 0 {
+                    continue;
+                }
+            }
+            at = piece_end(text, at);
+            self.push(at);
+        }
+        &self.ends[..self.num]
+    }
+
+    #[inline(always)]
+    fn push(&mut self, end: usize) {
+        self.ends[self.num] = end;
+        self.num += 1;
+    }
+}
 
 /// Returns the end of the piece that starts at `start`, which must be the start of a piece.
 #[inline(always)]

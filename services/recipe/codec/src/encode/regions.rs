@@ -24,34 +24,19 @@ const HUGE_PIECE_BYTES: usize = 4 * TASK_BYTES;
 /// How far a window reaches into the next. A common token is nearly always found at once.
 const OVERLAP_BYTES: usize = 512;
 
-/// Where a cut may lie, by what is on its two sides.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-pub enum Cut {
-    LetterSpace,
-    CjkBorder,
-    NumberBorder,
-}
-
-/// What kind of cut, if any, lies at `at`, a character border inside `text`.
-pub fn cut_at(text: &[u8], at: usize) -> Option<Cut> {
+/// Whether a cut may lie at `at`, a character border inside `text`.
+pub fn is_cut(text: &[u8], at: usize) -> bool {
     let (before, _) = class_at(text, previous_char_start(text, at));
     let (after, _) = class_at(text, at);
-    if before & (LETTER | MARK) != 0 && after & (SPACE | NEWLINE) != 0 {
-        Some(Cut::LetterSpace)
-    } else if before & CJK != after & CJK {
-        Some(Cut::CjkBorder)
-    } else if before & NUMBER != after & NUMBER {
-        Some(Cut::NumberBorder)
-    } else {
-        None
-    }
+    before & (LETTER | MARK) != 0 && after & (SPACE | NEWLINE) != 0
+        || before & CJK != after & CJK
+        || before & NUMBER != after & NUMBER
 }
 
-/// The first cut at or after `from` that `allowed` accepts; the end of the text if there is none.
-pub fn next_cut(text: &[u8], from: usize, allowed: impl Fn(Cut) -> bool) -> usize {
-    let is_cut =
-        |at: usize| at > 0 && text[at] & 0xC0 != 0x80 && cut_at(text, at).is_some_and(&allowed);
-    (from..text.len()).find(|at| is_cut(*at)).unwrap_or(text.len())
+/// The first cut at or after `from`; the end of the text if there is none.
+fn next_cut(text: &[u8], from: usize) -> usize {
+    let is_cut = |at: &usize| *at > 0 && text[*at] & 0xC0 != 0x80 && is_cut(text, *at);
+    (from..text.len()).find(is_cut).unwrap_or(text.len())
 }
 
 /// Cuts a text into parts of at least `min_bytes` (but the last), each at the first cut after that.
@@ -60,7 +45,7 @@ pub fn parts(text: &[u8], min_bytes: usize) -> Vec<Range<usize>> {
     let mut parts = Vec::with_capacity(text.len() / min_bytes + 1);
     let mut start = 0;
     while start < text.len() {
-        let end = next_cut(text, start.saturating_add(min_bytes), |_| true);
+        let end = next_cut(text, start.saturating_add(min_bytes));
         parts.push(start..end);
         start = end;
     }

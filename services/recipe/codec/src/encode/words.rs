@@ -75,50 +75,88 @@ impl Head {
     }
 }
 
-#[derive(Clone, Copy, Default)]
-struct Slot {
-    key: Key,
-    token: Token,
-    id: u32,
+/// No id: what a table answers for a piece that it does not hold.
+pub const NO_ID: u32 = u32::MAX;
+
+const SLOTS: usize = 3;
+
+/// Three tokens in one line of the cache: a look-up waits for memory once.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+struct Line {
+    low: [u64; SLOTS],
+    high: [u64; SLOTS],
+    /// Filled from the left; `NO_ID` in an empty slot.
+    ids: [u32; SLOTS],
 }
+
+const EMPTY: Line = Line { low: [0; SLOTS], high: [0; SLOTS], ids: [NO_ID; SLOTS] };
 
 /// All short tokens, with their ids. Fixed after it was built.
 pub struct WordTable {
-    slots: HugeVec<Slot>,
+    lines: HugeVec<Line>,
     mask: usize,
 }
 
 impl WordTable {
+    /// `words` with the most frequent first: those stay in the line that is looked at first.
     pub fn new(words: &[(Vec<u8>, Token)], merges: &Merges) -> Self {
         let short = || words.iter().filter(|word| word.0.len() <= MAX_KEY_LEN);
-        let num_slots = (short().count() * 2).next_power_of_two().max(16);
-        let mut table =
-            WordTable { slots: HugeVec::new(num_slots, Slot::default()), mask: num_slots - 1 };
+        let num_lines = (short().count() / 2).next_power_of_two();
+        let mut table = WordTable { lines: HugeVec::new(num_lines, EMPTY), mask: num_lines - 1 };
         for (bytes, token) in short() {
             let key = Key::new(bytes, 0, bytes.len());
             let mut at = key.hash() as usize & table.mask;
-            while table.slots[at].key != Key::default() {
-                at = (at + 1) & table.mask;
-            }
-            table.slots[at] = Slot { key, token: *token, id: merges.id(*token) };
+            let slot = loop {
+                match table.lines[at].ids.iter().position(|id| *id == NO_ID) {
+                    Some(slot) => break slot,
+                    None => at = (at + 1) & table.mask,
+                }
+            };
+            let line = &mut table.lines[at];
+            (line.low[slot], line.high[slot]) = (key.low, key.high);
+            line.ids[slot] = merges.id(*token);
         }
         table
     }
 
+    /// Starts to load what `get` will look at.
     #[inline(always)]
-    pub fn get(&self, key: Key, hash: u64) -> Option<(Token, u32)> {
+    pub fn prefetch(&self, hash: u64) {
+        prefetch(&self.lines[hash as usize & self.mask]);
+    }
+
+    /// The id of a token; `NO_ID` for any other piece, and for the key of no piece.
+    #[inline(always)]
+    pub fn get(&self, key: Key, hash: u64) -> u32 {
         let mut at = hash as usize & self.mask;
         loop {
-            let slot = &self.slots[at];
-            if slot.key == key {
-                return Some((slot.token, slot.id));
+            let line = &self.lines[at];
+            let is = |slot: usize| (line.low[slot] ^ key.low) | (line.high[slot] ^ key.high) == 0;
+            let slot = if is(2) { 2 } else { usize::from(is(1)) };
+            // An empty slot holds the key of no piece, and `NO_ID`.
+            if slot != 0 || is(0) {
+                return line.ids[slot];
             }
-            if slot.key == Key::default() {
-                return None;
+            if line.ids[SLOTS - 1] == NO_ID {
+                return NO_ID;
             }
             at = (at + 1) & self.mask;
         }
     }
+}
+
+/// Starts to load a value, of one line of the cache.
+#[inline(always)]
+pub fn prefetch<T>(value: &T) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a hint that reads nothing.
+    unsafe {
+        use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_T0>(std::ptr::from_ref(value).cast());
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = value;
 }
 
 /// Ids of one entry of a cache.
@@ -143,6 +181,12 @@ const NUM_IDS_SHIFT: u32 = 60;
 impl WordCache {
     pub fn new(bits: u32) -> Self {
         WordCache { entries: HugeVec::new(1 << bits, Cached::default()), shift: 64 - bits }
+    }
+
+    /// Starts to load what `get` will look at.
+    #[inline(always)]
+    pub fn prefetch(&self, hash: u64) {
+        prefetch(&self.entries[(hash >> self.shift) as usize]);
     }
 
     /// The ids and how many of them count.

@@ -12,6 +12,7 @@ use super::tokenizer::Tokenizer;
 use super::{ids_to_bytes, model_version, protocol, refused, special_tokens};
 use crate::convert as conversion;
 use crate::convert::view;
+use crate::images::Limits;
 use crate::render::{self, Rendered};
 use crate::request::{self as whole, Refusal, StreamState};
 use crate::types::{Detail, Effort, Error, ImageData, Request};
@@ -278,7 +279,7 @@ pub fn resolve_max_tokens(
 
 #[pyfunction]
 pub fn image_num_tokens(width: u32, height: u32) -> PyResult<u32> {
-    images::num_tokens(width, height).map_err(|error| refused("image", &error))
+    images::num_tokens(width, height, Limits::default()).map_err(|error| refused("image", &error))
 }
 
 #[pyfunction]
@@ -290,7 +291,8 @@ pub fn image_target_size(width: u32, height: u32, detail: &str) -> PyResult<(u32
         "auto" => Detail::Auto,
         _ => return Err(PyValueError::new_err(format!("unknown detail {detail:?}"))),
     };
-    images::target_size(width, height, detail).map_err(|error| refused("image", &error))
+    images::target_size(width, height, detail, Limits::default())
+        .map_err(|error| refused("image", &error))
 }
 
 #[pyfunction]

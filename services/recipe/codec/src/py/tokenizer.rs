@@ -7,7 +7,7 @@ use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
 use pyo3::types::PyBytes;
 
-use super::{ids_from_bytes, ids_to_bytes, refused};
+use super::{id_lists_to_bytes, ids_from_bytes, ids_to_bytes, refused};
 use crate::encode::{self, IncrementalCounter, Limits};
 use crate::types::Prompt;
 
@@ -42,8 +42,8 @@ impl Tokenizer {
     }
 
     fn encode_plain<'py>(&self, py: Python<'py>, text: &str) -> PyResult<Bound<'py, PyBytes>> {
-        let ids = py.detach(|| self.0.encode_plain(text));
-        ids_to_bytes(py, &ids)
+        let parts = py.detach(|| self.0.encode_plain_parts(text));
+        id_lists_to_bytes(py, &parts)
     }
 
     fn encode_full<'py>(&self, py: Python<'py>, text: &str) -> PyResult<Bound<'py, PyBytes>> {

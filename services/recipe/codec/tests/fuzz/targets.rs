@@ -2,17 +2,24 @@
 
 use std::sync::Arc;
 
-use pelagos_codec::convert::{self, Options, view};
+use pelagos_codec::convert::{self, Options, StrictSchemaKeywords, view};
 use pelagos_codec::encode::Tokenizer;
 use pelagos_codec::render;
 use pelagos_codec::stream::{BackendFinish, Chunk, EventBuffer, Stream, StreamConfig, Vocabulary};
 use pelagos_codec::types::{Parsing, Protocol, ResponseOptions, ThinkingStage};
 
-/// The first byte chooses the protocol, the rest is the body.
+/// How many choices of protocol and options the first byte of a body has.
+pub const NUM_CHOICES: u8 = 6;
+
+/// The first byte chooses the protocol and the options, the rest is the body.
 pub fn convert_body(data: &[u8]) {
     let Some((choice, body)) = data.split_first() else { return };
     let protocol = [Protocol::Chat, Protocol::Responses, Protocol::Messages][*choice as usize % 3];
-    let options = Options::default();
+    let strict_schema_keywords = match choice % NUM_CHOICES / 3 {
+        0 => StrictSchemaKeywords::Drop,
+        _ => StrictSchemaKeywords::Enforce,
+    };
+    let options = Options { strict_schema_keywords, ..Options::default() };
     if let Ok(request) = convert::convert(protocol, body, &options) {
         let version = request.model_version;
         let rendered = render::render(&request.conversation, version, &options.special_tokens);

@@ -1,6 +1,7 @@
 //! What the stream tests share: golden files, the tokenizer file, chunks from JSON.
 #![allow(dead_code, reason = "each test binary uses its own part")]
 
+pub mod counting;
 pub mod sha256;
 pub mod streams;
 

@@ -44,7 +44,13 @@ pub fn convert(request: Request, options: &Options) -> Result<Converted, Error> 
     {
         return Err(unknown_choice(name));
     }
-    let selection = select(tools, choice, mode.thinking, &mut Checker::default())?;
+    let selection = select(
+        tools,
+        choice,
+        mode.thinking,
+        options.strict_schema_keywords,
+        &mut Checker::default(),
+    )?;
     settle_carried_tools(&mut messages, &selection.tools);
     let stop_sequences = request.stop_sequences.unwrap_or_default();
     check_stops(&stop_sequences)?;

@@ -400,6 +400,7 @@ fn system(content: Content, declared: Option<Vec<String>>) -> Message {
                 name,
                 description: None,
                 parameters: Value::Null,
+                enforced_parameters: None,
                 strict: None,
                 defer_loading: false,
             })

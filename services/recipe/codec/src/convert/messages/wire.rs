@@ -9,6 +9,7 @@ use crate::json::{Style, to_string};
 use crate::node::{self, FromNode, Node};
 
 #[derive(Deserialize)]
+#[serde(expecting = "an object")]
 pub struct Request {
     pub model: String,
     /// Typed apart, for speed.
@@ -54,11 +55,13 @@ impl<'de> FromNode<'de> for InputMessage {
 }
 
 #[derive(Deserialize)]
+#[serde(expecting = "an object")]
 pub struct OutputConfig {
     pub effort: Option<EffortName>,
 }
 
 #[derive(Deserialize)]
+#[serde(expecting = "an object")]
 struct Metadata {
     #[serde(rename = "user_id")]
     _user_id: Option<String>,
@@ -77,6 +80,7 @@ pub enum Tool {
 }
 
 #[derive(Deserialize)]
+#[serde(expecting = "an object")]
 pub struct ServerTool {
     #[serde(rename = "type")]
     pub kind: String,
@@ -84,6 +88,7 @@ pub struct ServerTool {
 }
 
 #[derive(Deserialize)]
+#[serde(expecting = "an object")]
 pub struct ClientTool {
     pub name: String,
     pub description: Option<String>,
@@ -105,6 +110,7 @@ impl<'de> Deserialize<'de> for Tool {
 }
 
 #[derive(Deserialize)]
+#[serde(expecting = "an object")]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum ToolChoice {
     Auto {
@@ -204,17 +210,20 @@ pub enum ResultBlock {
 }
 
 #[derive(Deserialize)]
+#[serde(expecting = "an object")]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum AddedTool {
     ToolReference { name: String },
 }
 
 #[derive(Deserialize)]
+#[serde(expecting = "an object")]
 pub struct DocumentSource {
     pub media_type: Option<String>,
 }
 
 #[derive(Deserialize)]
+#[serde(expecting = "an object")]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum ImageSource {
     Base64 {

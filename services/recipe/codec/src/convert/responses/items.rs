@@ -414,6 +414,7 @@ fn carrier(names: Vec<String>) -> Message {
         name,
         description: None,
         parameters: Value::Null,
+        enforced_parameters: None,
         strict: None,
         defer_loading: true,
     });

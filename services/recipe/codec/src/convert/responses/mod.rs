@@ -52,14 +52,20 @@ pub fn convert(request: Request, options: &Options) -> Result<Converted, Error> 
     reasoning::settle(&mut messages, mode.thinking, keeps_tools, field, options)?;
     let choice = resolve_choice(choice, options)?;
     let mut checker = Checker::default();
-    let selection = select(registry.tools, choice, mode.thinking, &mut checker)?;
+    let selection = select(
+        registry.tools,
+        choice,
+        mode.thinking,
+        options.strict_schema_keywords,
+        &mut checker,
+    )?;
     settle_carried_tools(&mut messages, &selection.tools);
 
     let text_format = request.text.map_or(Format::Text, |text| text.format);
     let is_text = matches!(text_format, Format::Text);
     let is_json_object = matches!(text_format, Format::JsonObject);
     let (response_format, format_constraint) =
-        response_format(text_format, &messages, &mut checker)?;
+        response_format(text_format, &messages, options, &mut checker)?;
     if selection.all_strict()? && !is_text {
         return Err(bad("response_format should not be used with tools"));
     }
@@ -183,6 +189,7 @@ fn resolve_choice(choice: ToolChoice, options: &Options) -> Result<Choice, Error
 fn response_format(
     format: Format,
     messages: &[Message],
+    options: &Options,
     checker: &mut Checker,
 ) -> Result<Formatted, Error> {
     Ok(match format {
@@ -194,6 +201,8 @@ fn response_format(
             }
             format::json_object()
         }
-        Format::JsonSchema { schema, strict, .. } => format::json_schema(schema, strict, checker)?,
+        Format::JsonSchema { schema, strict, .. } => {
+            format::json_schema(schema, strict, options.strict_schema_keywords, checker)?
+        }
     })
 }

@@ -10,6 +10,7 @@ use crate::convert::wire::{
 use crate::node::{FromNode, Node};
 
 #[derive(Deserialize)]
+#[serde(expecting = "an object")]
 pub struct Request {
     pub model: String,
     /// Typed apart, for speed.
@@ -38,6 +39,7 @@ impl<'de> FromNode<'de> for Request {
 }
 
 #[derive(Deserialize)]
+#[serde(expecting = "an object")]
 pub struct Reasoning {
     pub effort: Option<EffortName>,
     pub summary: Option<Summary>,
@@ -53,6 +55,7 @@ pub enum Summary {
 }
 
 #[derive(Deserialize)]
+#[serde(expecting = "an object")]
 pub struct Text {
     /// May be absent, but not null.
     #[serde(default)]
@@ -69,6 +72,7 @@ pub enum Level {
 }
 
 #[derive(Default, Deserialize)]
+#[serde(expecting = "an object")]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum Format {
     #[default]
@@ -90,6 +94,7 @@ pub enum Execution {
 }
 
 #[derive(Clone, Deserialize)]
+#[serde(expecting = "an object")]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum Tool {
     Function(Function),
@@ -115,6 +120,7 @@ pub enum Tool {
 }
 
 #[derive(Clone, Deserialize)]
+#[serde(expecting = "an object")]
 pub struct Function {
     pub name: String,
     pub description: Option<String>,
@@ -124,12 +130,14 @@ pub struct Function {
 
 /// Carried only to be echoed.
 #[derive(Clone, Deserialize)]
+#[serde(expecting = "an object")]
 pub struct WebSearch {
     pub search_context_size: Option<Level>,
     pub user_location: Option<UserLocation>,
 }
 
 #[derive(Clone, Deserialize, Serialize)]
+#[serde(expecting = "an object")]
 pub struct UserLocation {
     city: Option<String>,
     country: Option<String>,
@@ -138,6 +146,7 @@ pub struct UserLocation {
 }
 
 #[derive(Clone, Deserialize)]
+#[serde(expecting = "an object")]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum InnerTool {
     Function(Function),
@@ -152,6 +161,7 @@ pub enum ToolChoice {
 }
 
 #[derive(Deserialize)]
+#[serde(expecting = "an object")]
 #[serde(tag = "type", rename_all = "snake_case")]
 pub enum ChosenTool {
     Function {
@@ -257,6 +267,7 @@ pub enum TypedItem {
 }
 
 #[derive(Deserialize)]
+#[serde(expecting = "an object")]
 pub struct ReasoningText {
     pub text: String,
 }
@@ -307,6 +318,7 @@ pub enum OutputBlock {
 }
 
 #[derive(Deserialize)]
+#[serde(expecting = "an object")]
 pub struct InputImage {
     pub image_url: Option<String>,
     pub detail: Option<DetailName>,
