@@ -32,10 +32,14 @@ _REFERENCE = {
     "topk_entries": "index",
     "candidate_blocks": "index",
     "sparse_attention": "attention",
+    "paged_attention": "attention",
+    "paged_scores": "index",
+    "engram_gather": "engram",
     "grouped_out": "attention",
     "linear_fp8": "experts",
     "grouped_mlp_fp4": "experts",
     "grouped_mlp": "experts",
+    "grouped_mlp_static": "experts",
     "gate_topk": "experts",
     "engram_gate": "engram",
     "sample_rows": "sampling",
@@ -45,7 +49,25 @@ _REFERENCE = {
     "patchify": "vision",
 }
 # Faster ones, by device type, then op; a device without one takes the reference.
-_DEVICE = {"cpu": {"hc_mixes": "kernels.cpu.hyper"}}
+_DEVICE = {
+    "cpu": {
+        "rms_norm": "kernels.cpu.norm",
+        "hc_mixes": "kernels.cpu.hyper",
+        "hc_expand_collapse_norm": "kernels.cpu.hyper",
+    },
+    "cuda": {
+        "rms_norm": "kernels.triton.norm",
+        "rope_": "kernels.triton.norm",
+        "hc_mixes": "kernels.triton.hyper",
+        "hc_expand_collapse_norm": "kernels.triton.hyper",
+        "store_window": "kernels.triton.stores",
+        "store_block_kv": "kernels.triton.stores",
+        "paged_attention": "kernels.triton.attention",
+        "paged_scores": "kernels.triton.index",
+        "grouped_mlp_static": "kernels.triton.experts",
+        "engram_gather": "kernels.triton.engram",
+    },
+}
 
 
 def get(name: str, device: str = "cpu", impl: str | None = None) -> Op:
@@ -75,3 +97,8 @@ def names() -> tuple[str, ...]:
 def implementations(name: str) -> tuple[str, ...]:
     """Returns the names that `get(name, impl=…)` takes for an op."""
     return ("reference", *(kind for kind, ops in _DEVICE.items() if name in ops))
+
+
+def device_ops(kind: str) -> tuple[str, ...]:
+    """Returns the ops that a device type has an implementation of its own for."""
+    return tuple(sorted(_DEVICE.get(kind, {})))

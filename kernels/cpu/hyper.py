@@ -1,8 +1,7 @@
-"""Hyper-connection coefficients with NumPy: the iteration runs over planes of coefficients.
+"""Hyper-connections in one call each: what they cost a CPU is calls, not arithmetic.
 
-It is dozens of tiny steps on a 4 x 4 matrix per row; on a CPU its price is the calls, and NumPy's
-are a fraction of torch's. With the coefficients outermost and the rows innermost every step is
-one pass over rows, whose additions and divisions are rounded exactly.
+Making a 4 x 4 matrix doubly stochastic is dozens of tiny steps per row; the crate `native` takes
+eight rows through them side by side. Other types than float32 go the plain way.
 """
 
 from __future__ import annotations
@@ -13,6 +12,10 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from kernels.cpu import _native
+from kernels.cpu.norm import is_native
+from kernels.reference import hyper
 
 
 def hc_mixes(
@@ -27,31 +30,62 @@ def hc_mixes(
     project: Callable[[Tensor, Tensor], Tensor] = F.linear,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """As `kernels.reference.hyper.hc_mixes`."""
-    rows, streams, width = h.shape
-    flat = h.reshape(rows, streams * width).float()
-    z = project(flat, fn).numpy()
-    norm = torch.linalg.vector_norm(flat, dim=1).numpy()
-    by, at = scale.numpy(), base.numpy()
-    z = z * (1 / np.sqrt(norm * norm / np.float32(flat.shape[1]) + np.float32(norm_eps)))[:, None]
-    eps = np.float32(hc_eps)
-    with np.errstate(over="ignore"):
-        pre = 1 / (1 + np.exp(-(z[:, :streams] * by[0] + at[:streams]))) + eps
-        gate = z[:, streams : 2 * streams] * by[1] + at[streams : 2 * streams]
-        post = 2 / (1 + np.exp(-gate))
-    # [in, out, n]
-    planes = np.ascontiguousarray((z[:, 2 * streams :] * by[2] + at[2 * streams :]).T)
-    comb = planes.reshape(streams, streams, rows)
-    comb = np.exp(comb - comb.max(axis=1, keepdims=True))
-    comb = comb / comb.sum(axis=1, keepdims=True) + eps
-    by_row = np.empty((streams, 1, rows), np.float32)
-    by_column = np.empty((1, streams, rows), np.float32)
-    add, divide = np.add.reduce, np.divide
-    add(comb, axis=0, keepdims=True, out=by_column, initial=eps)
-    divide(comb, by_column, out=comb)
-    for _ in range(iterations - 1):
-        add(comb, axis=1, keepdims=True, out=by_row, initial=eps)
-        divide(comb, by_row, out=comb)
-        add(comb, axis=0, keepdims=True, out=by_column, initial=eps)
-        divide(comb, by_column, out=comb)
-    mixed = torch.from_numpy(comb).permute(2, 0, 1)
-    return torch.from_numpy(pre), torch.from_numpy(post), mixed
+    if any(x.requires_grad for x in (h, fn, base, scale)):
+        return hyper.hc_mixes(
+            h,
+            fn,
+            base,
+            scale,
+            iterations=iterations,
+            hc_eps=hc_eps,
+            norm_eps=norm_eps,
+            project=project,
+        )
+    rows, streams, _ = h.shape
+    flat = h.flatten(1).float().contiguous()
+    pre = np.empty((rows, streams), np.float32)
+    post = np.empty((rows, streams), np.float32)
+    comb = np.empty((rows, streams, streams), np.float32)
+    _native.hc_mixes(
+        flat.numpy(),
+        project(flat, fn).contiguous().numpy(),
+        base.numpy(),
+        scale.numpy(),
+        streams,
+        iterations,
+        hc_eps,
+        norm_eps,
+        pre,
+        post,
+        comb,
+    )
+    return torch.from_numpy(pre), torch.from_numpy(post), torch.from_numpy(comb)
+
+
+def hc_expand_collapse_norm(
+    y: Tensor,
+    h: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    pre_prev: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """As `kernels.reference.hyper.hc_expand_collapse_norm`."""
+    if not is_native(y, h, post, comb, pre_prev, norm_weight):
+        return hyper.hc_expand_collapse_norm(y, h, post, comb, pre_prev, norm_weight, eps)
+    streams = np.empty(h.shape, np.float32)
+    x = np.empty(y.shape, np.float32)
+    _native.hc_close(
+        y.contiguous().numpy(),
+        h.contiguous().numpy(),
+        post.contiguous().numpy(),
+        comb.contiguous().numpy(),
+        pre_prev.contiguous().numpy(),
+        norm_weight.numpy(),
+        h.shape[1],
+        eps,
+        streams,
+        x,
+    )
+    return torch.from_numpy(streams), torch.from_numpy(x)

@@ -8,6 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.reference import stores
+from kernels.reference.products import products
+
 _ABSENT = float("-inf")
 
 
@@ -24,6 +27,42 @@ def sparse_attention(
     logits = torch.bmm(q, keys.transpose(1, 2)).mul_(scale)
     logits.masked_fill_(~present[:, None, :], _ABSENT)
     return torch.bmm(_with_sink(logits, sink), keys)
+
+
+def paged_attention(
+    q: Tensor,
+    window: Tensor,
+    window_at: Tensor,
+    window_present: Tensor,
+    entries: Tensor | None,
+    entry_at: Tensor | None,
+    entry_present: Tensor | None,
+    sink: Tensor,
+    scale: float,
+    kinds: tuple[str, str],
+) -> Tensor:
+    """Attends every row to records of two pools, read as they are stored. [n, H, d] float32.
+
+    Args:
+        q: [n, H, d]; window, entries: pools of records; None: a layer without entries.
+        window_at, entry_at: [n, K] slots, anything where not present ([n, K] bool).
+        kinds: how the pools hold their rows: "raw", "fp8" or "fp4kv".
+    """
+    keys, present = read_records(window, window_at, kinds[0]), window_present
+    if entries is not None and entry_at is not None and entry_present is not None:
+        keys = torch.cat((keys, read_records(entries, entry_at, kinds[1])), 1)
+        present = torch.cat((present, entry_present), 1)
+    return sparse_attention(q.float(), keys, present, sink, scale)
+
+
+def read_records(pool: Tensor, at: Tensor, kind: str) -> Tensor:
+    """Returns the values of records, [*at.shape, d] float32."""
+    records = pool.index_select(0, at.reshape(-1))
+    if kind == "fp8":
+        records = stores.window_values(records)
+    elif kind == "fp4kv":
+        records = stores.entry_values(records)
+    return records.view(*at.shape, records.shape[-1])
 
 
 def tile_attention(q: Tensor, keys: Tensor, present: Tensor, sink: Tensor, scale: float) -> Tensor:
@@ -44,7 +83,7 @@ def grouped_out(o: Tensor, wo_a: Tensor) -> Tensor:
     """Projects each group of heads by its own matrix.
 
     Args:
-        o: [n, G, w] float32; wo_a: [G, r, w] float32.
+        o: [n, G, w] float32; wo_a: [G, r, w].
     Returns: [n, G * r].
     """
-    return torch.bmm(o.transpose(0, 1), wo_a.transpose(1, 2)).transpose(0, 1).flatten(1)
+    return products(o.transpose(0, 1), wo_a).transpose(0, 1).flatten(1)

@@ -1,9 +1,23 @@
-"""The gate through which an n-gram memory enters the streams. Source: model.md, section 13.3."""
+"""Rows of an n-gram memory, and the gate through which it enters the streams.
+
+Source: model.md, section 13.3.
+"""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+
+from kernels.reference.stores import window_values
+
+
+def engram_gather(table: Tensor, rows: Tensor) -> Tensor:
+    """Returns rows of a table as they are stored, [*rows.shape, d] float32.
+
+    table: [R, d + d / 32] uint8, E4M3 values, then E8M0 scales; rows: int64 of any shape.
+    """
+    found = window_values(table[rows.reshape(-1)])
+    return found.view(*rows.shape, found.shape[-1])
 
 
 def engram_gate(

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from kernels.reference import formats
 from kernels.reference.index import ordered_topk
+from kernels.reference.products import product
 
 Project = Callable[[Tensor, Tensor], Tensor]
+Matrices = Tensor | tuple[Tensor, Tensor]  # expanded, or packed E2M1 with its scales
 
 
 def fake_quant(x: Tensor) -> Tensor:
@@ -19,7 +21,7 @@ def fake_quant(x: Tensor) -> Tensor:
     return formats.dequant_fp8_rows(*formats.quant_fp8_rows(x))
 
 
-def linear_fp8(x: Tensor, weight: Tensor, scale: Tensor, project: Project = F.linear) -> Tensor:
+def linear_fp8(x: Tensor, weight: Tensor, scale: Tensor, project: Project = product) -> Tensor:
     """Linear of E4M3 activations and E4M3 weights with a scale per 32 x 32 tile.
 
     Args:
@@ -37,7 +39,7 @@ def gate_topk(
     image: Tensor | None,
     top_k: int,
     scaling: float,
-    project: Project = F.linear,
+    project: Project = product,
 ) -> tuple[Tensor, Tensor]:
     """Routes rows to experts: the bias chooses, the bare score weighs.
 
@@ -72,7 +74,7 @@ def grouped_mlp(
     w2: Tensor,
     limit: float,
     *,
-    project: Project = F.linear,
+    project: Project = product,
     before_down: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Runs (row, expert) pairs through their experts.
@@ -96,6 +98,42 @@ def grouped_mlp(
     out = torch.empty(len(order), x.shape[1], dtype=torch.float32, device=x.device)
     out[order] = torch.cat(parts)
     return out
+
+
+def grouped_mlp_static(
+    x: Tensor,
+    pair_rows: Tensor,
+    pair_experts: Tensor,
+    pair_weights: Tensor,
+    w13: Matrices,
+    w2: Matrices,
+    limit: float,
+    *,
+    project: Project = product,
+    before_down: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    """As `grouped_mlp` without asking how many pairs an expert has: all pairs go through all.
+
+    Defines what kernels for captured steps compute; itself it is for tests and small networks.
+
+    Args:
+        w13, w2: [E, out, in], or (packed [E, out, in / 2], scales [E, out, in / 32]) uint8.
+    """
+    inputs = x[pair_rows]
+    out = torch.zeros(len(pair_rows), x.shape[1], dtype=torch.float32, device=x.device)
+    for expert in range((w13 if isinstance(w13, Tensor) else w13[0]).shape[0]):
+        middle = swiglu(project(inputs, _matrix(w13, expert)), pair_weights, limit)
+        if before_down is not None:
+            middle = before_down(middle)
+        mine = (pair_experts == expert)[:, None]
+        out = torch.where(mine, project(middle, _matrix(w2, expert)), out)
+    return out
+
+
+def _matrix(held: Matrices, expert: int) -> Tensor:
+    if isinstance(held, Tensor):
+        return held[expert]
+    return formats.dequant_fp4_index(held[0][expert], held[1][expert])
 
 
 def grouped_mlp_fp4(

@@ -7,6 +7,8 @@ Source: model.md, section 11.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 from torch import Tensor
 
@@ -16,15 +18,14 @@ E2M1_MAX = 6.0
 GROUP = 32  # channels per E8M0 scale
 KV_GROUP = 16  # channels per E4M3 scale of a main KV entry
 
+_E2M1_EDGES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 _FLOOR_E4M3 = 1e-4
 _FLOOR_E2M1 = 6.0 * 2.0**-126
 
 
 def _e8m0(amax: Tensor, inverse_max: float, floor: float) -> Tensor:
     """Biased exponent of the smallest power of two that brings amax into range. uint8."""
-    scaled = torch.clamp(amax.float(), min=floor) * torch.tensor(
-        inverse_max, dtype=torch.float32, device=amax.device
-    )
+    scaled = torch.clamp(amax.float(), min=floor) * inverse_max
     bits = scaled.view(torch.int32)
     exponent = (bits >> 23) + ((bits & 0x7FFFFF) != 0).to(torch.int32)
     return exponent.clamp(0, 254).to(torch.uint8)
@@ -33,11 +34,7 @@ def _e8m0(amax: Tensor, inverse_max: float, floor: float) -> Tensor:
 def e8m0_to_float(scale: Tensor) -> Tensor:
     """Returns 2^(b - 127) as float32; byte 0 is the subnormal 2^-127."""
     bits = scale.to(torch.int32) << 23
-    return torch.where(
-        scale == 0,
-        torch.tensor(2.0**-127, device=scale.device),
-        bits.view(torch.float32),
-    )
+    return bits.view(torch.float32).masked_fill(scale == 0, 2.0**-127)
 
 
 def _to_e4m3(x: Tensor) -> Tensor:
@@ -97,9 +94,8 @@ def e2m1_codes(x: Tensor) -> Tensor:
     """Rounds to E2M1, ties to the even code, clamped to 6. uint8 codes 0..15 (sign in bit 3)."""
     magnitude = x.abs().clamp(max=E2M1_MAX)
     # Upper edge of each code's range, and whether the edge itself still belongs to it (even code).
-    edges = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], device=x.device)
     above = torch.zeros(x.shape, dtype=torch.uint8, device=x.device)
-    for code, edge in enumerate(edges):
+    for code, edge in enumerate(_E2M1_EDGES):
         stays_on_tie = code % 2 == 0
         above += ((magnitude > edge) if stays_on_tie else (magnitude >= edge)).to(torch.uint8)
     sign = (torch.signbit(x) & (above > 0)).to(torch.uint8)
@@ -108,10 +104,15 @@ def e2m1_codes(x: Tensor) -> Tensor:
 
 def e2m1_to_float(codes: Tensor) -> Tensor:
     """Returns the values of codes 0..15 as float32."""
-    table = torch.tensor(
-        [*E2M1_VALUES, *(-value for value in E2M1_VALUES)], dtype=torch.float32, device=codes.device
-    )
-    return table[codes.long()]
+    return signed_values(codes.device)[codes.long()]
+
+
+@lru_cache(maxsize=16)
+def signed_values(device: torch.device) -> Tensor:
+    """Returns the value of every code, made once: a table per call would be a copy per call."""
+    with torch.inference_mode(False):
+        values = [*E2M1_VALUES, *(-value for value in E2M1_VALUES)]
+        return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 def pack_nibbles(codes: Tensor) -> Tensor:
@@ -148,8 +149,8 @@ def quant_fp4_kv(x: Tensor) -> tuple[Tensor, Tensor]:
     Returns: packed [..., k / 2] uint8 and scales [..., k / 16] float8_e4m3fn.
     """
     groups = x.float().unflatten(-1, (-1, KV_GROUP))
-    sixth = torch.tensor(1.0 / 6.0, dtype=torch.float32, device=x.device)
-    wanted = (groups.abs().amax(-1) * sixth).clamp(2.0**-9, E4M3_MAX)
+    # The scalar is rounded to float32 before it is multiplied.
+    wanted = (groups.abs().amax(-1) * (1.0 / 6.0)).clamp(2.0**-9, E4M3_MAX)
     scale = wanted.to(torch.float8_e4m3fn)
     codes = e2m1_codes(groups / scale.float().unsqueeze(-1))
     return pack_nibbles(codes.flatten(-2)), scale

@@ -53,8 +53,8 @@ def mix_logits(
     flat = h.flatten(1).float()
     z = project(flat, fn)  # type: ignore[operator]
     z = z * torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)
-    widths = torch.repeat_interleave(
-        scale, torch.tensor([streams, streams, streams * streams], device=scale.device)
+    widths = torch.cat(
+        [scale[i].expand(num) for i, num in enumerate((streams, streams, streams * streams))]
     )
     z = torch.addcmul(base, z, widths)
     gates = z[:, : 2 * streams].sigmoid()

@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kernels.reference import formats
+
 
 def index_scores(queries: Tensor, weights: Tensor, keys: Tensor, tile: int = 0) -> Tensor:
     """Returns sum_h relu(query_h . key_j) * weight_h, [n, E] float32.
@@ -32,7 +34,34 @@ def index_scores(queries: Tensor, weights: Tensor, keys: Tensor, tile: int = 0) 
         weights = weights.repeat_interleave(tiles, 0)
     products = torch.bmm(queries, keys.transpose(1, 2)).relu_()
     scores = torch.bmm(weights[:, None, :], products)[:, 0]
-    return scores.reshape(rows, -1)[:, :entries]
+    return scores.reshape(rows, tiles * tile if tile else entries)[:, :entries]
+
+
+def paged_scores(
+    queries: Tensor,
+    weights: Tensor,
+    pool: Tensor,
+    req: Tensor,
+    tables: Tensor,
+    visible: Tensor,
+    per_block: int,
+    kind: str,
+    tile: int = 0,
+) -> Tensor:
+    """As `index_scores` with keys in pages, [n, W * per_block]; -inf where a row sees nothing.
+
+    Args:
+        pool: [slots, record], "raw" float32 or "fp4ix" bytes; req: [n] row of `tables` [B, W].
+        visible: [n] entries that a row sees.
+    """
+    entries = torch.arange(tables.shape[1] * per_block, device=pool.device)
+    slots = tables[req][:, entries // per_block] * per_block + entries % per_block
+    keys = pool.index_select(0, slots.reshape(-1))
+    if kind == "fp4ix":
+        half = keys.shape[1] * 16 // 17
+        keys = formats.dequant_fp4_index(keys[:, :half], keys[:, half:])
+    scores = index_scores(queries, weights, keys.view(*slots.shape, keys.shape[-1]), tile)
+    return scores.masked_fill(entries >= visible[:, None], float("-inf"))
 
 
 def ordered_topk(scores: Tensor, count: int) -> Tensor:

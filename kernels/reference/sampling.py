@@ -73,7 +73,8 @@ def target_logprobs(logits: Tensor, params: Params) -> Tensor:
 def _restricted(logits: Tensor, params: Params) -> Tensor:
     temperature = torch.from_numpy(params.temperature).to(logits.device)
     scaled = logits / temperature[:, None]
-    if (params.top_p >= 1).all() and (params.top_k < 1).all():
+    free = (params.top_p >= 1) & (params.top_k < 1)
+    if free.all():
         return scaled.log_softmax(1)
     ordered, ids = scaled.sort(dim=1, descending=True, stable=True)
     mass = ordered.softmax(1)
@@ -84,7 +85,11 @@ def _restricted(logits: Tensor, params: Params) -> Tensor:
     dropped = (before > top_p[:, None]) | (rank >= torch.from_numpy(limit)[:, None].to(ids.device))
     dropped[:, 0] = False
     kept = ordered.masked_fill(dropped, _ABSENT)
-    return torch.empty_like(kept).scatter_(1, ids, kept).log_softmax(1)
+    cut = torch.empty_like(kept).scatter_(1, ids, kept).log_softmax(1)
+    if not free.any():
+        return cut
+    # A row without limits keeps its bits, whoever else is in the batch.
+    return torch.where(torch.from_numpy(free).to(ids.device)[:, None], scaled.log_softmax(1), cut)
 
 
 def draw(mass: Tensor, noise: npt.NDArray[np.float64]) -> Int:
@@ -147,9 +152,9 @@ def verify_rows(
     b_index, i_index = np.nonzero(judged)
     if len(b_index):
         assert proposals is not None, "rejection needs what the drafts were drawn from"
-        rows = torch.from_numpy(first_rows[b_index] + i_index).to(target.device)
+        judging = torch.from_numpy(first_rows[b_index] + i_index).to(target.device)
         ids = torch.from_numpy(drafts[b_index, i_index]).to(target.device)
-        wanted = target[rows, ids].double()
+        wanted = target[judging, ids].double()
         offered = proposals[torch.from_numpy(b_index), torch.from_numpy(i_index), ids].double()
         ratio = (wanted - offered).exp().clamp(max=1.0).cpu().numpy()
         noise = uniforms(seeds[b_index], positions[b_index] + i_index + 1, ACCEPTANCE)

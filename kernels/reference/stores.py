@@ -72,14 +72,15 @@ def pool_c2(
     previous: Tensor,
     previous_slots: Tensor,
     closes: Tensor,
-    writes: Tensor,
+    writes: Tensor | None,
 ) -> Tensor:
     """Pools pairs of tokens by a softmax per channel over their two scores; keeps what is open.
 
     Args:
         score, value: [n, d] float32 of this step's rows.
         state: [slots, 2, d] float32, (score, value) of rows that wait for their partner.
-        state_slots: [n] slot of each row; writes: [n] bool, whether the row is kept there.
+        state_slots: [w] slot of each row that is kept; writes: [w] rows that are kept there, None
+            for all.
         closes: [g] rows that end a group; previous: [g] row of the partner in this step, or -1
             where it lies in `state` at previous_slots: [g].
     Returns: [g, d] float32, before the norm.
@@ -92,6 +93,6 @@ def pool_c2(
     scores = torch.stack((first_score, score[closes]))
     weights = scores.softmax(0)
     pooled = weights[0] * first_value + weights[1] * value[closes]
-    rows = writes.nonzero()[:, 0]
-    state[state_slots[rows]] = torch.stack((score[rows], value[rows]), 1)
+    own = torch.stack((score, value), 1)
+    state.index_copy_(0, state_slots, own if writes is None else own[writes])
     return pooled

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
 import kernels
-from kernels.reference import attention, experts, formats, index, norm, stores, vision
+from kernels.reference import attention, experts, formats, hyper, index, norm, stores, vision
 
 pytestmark = pytest.mark.engine
 
@@ -24,21 +25,35 @@ def test_the_registry_finds_every_op_and_names_what_it_lacks():
         assert callable(kernels.get(name))
         for impl in kernels.implementations(name):
             assert callable(kernels.get(name, impl=impl))
+        assert callable(kernels.get(name, "cuda"))
     assert kernels.get("hc_mixes") is not kernels.get("hc_mixes", impl="reference")
-    assert kernels.get("hc_mixes", "cuda") is kernels.get("hc_mixes", impl="reference")
+    assert kernels.get("hc_mixes", "cuda") is not kernels.get("hc_mixes", impl="reference")
+    assert kernels.get("gate_topk", "cuda") is kernels.get("gate_topk", impl="reference")
     with pytest.raises(KeyError, match="no op 'hc_mix'"):
         kernels.get("hc_mix")
     with pytest.raises(KeyError, match="no implementation 'cuda'"):
-        kernels.get("rms_norm", impl="cuda")
+        kernels.get("gate_topk", impl="cuda")
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpu"])
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("width", [1, 24, 301])
+def test_rms_norm_on_odd_shapes(impl, rows, width):
+    rms_norm = kernels.get("rms_norm", impl=impl)
+    both, weight = random(rows, width + 8), random(width, seed=1)
+    x = both[:, 4 : width + 4]  # rows that do not follow each other
+    found, plain = rms_norm(x, weight, 1e-20), rms_norm(x, None, 1e-20)
+    for row, out, bare in zip(x, found, plain, strict=True):
+        expected = row / math.sqrt(float((row.double() ** 2).mean()))
+        torch.testing.assert_close(out, expected * weight, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(bare, expected, atol=1e-5, rtol=1e-5)
+        assert torch.equal(rms_norm(row[None], weight, 1e-20)[0], out)
+    half = x.to(torch.bfloat16)
+    assert torch.equal(rms_norm(half, weight, 1e-20), norm.rms_norm(half, weight, 1e-20))
 
 
 @pytest.mark.parametrize("rows", ROWS)
-def test_rms_norm_and_rope_on_odd_numbers_of_rows(rows):
-    x, weight = random(rows, 24), random(24, seed=1)
-    found = norm.rms_norm(x, weight, 1e-20)
-    for row, out in zip(x, found, strict=True):
-        expected = row / math.sqrt(float((row.double() ** 2).mean())) * weight
-        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+def test_rope_on_odd_numbers_of_rows(rows):
     heads = random(rows, 3, 24)
     turns = norm.rotations(torch.arange(rows), norm.rope_frequencies(100.0, 16))
     turned = norm.rope_(heads.clone(), turns)
@@ -51,21 +66,24 @@ def test_rms_norm_and_rope_on_odd_numbers_of_rows(rows):
 
 @pytest.mark.parametrize("impl", ["reference", "cpu"])
 @pytest.mark.parametrize("rows", ROWS)
-def test_mixes_are_doubly_stochastic_and_implementations_agree(impl, rows):
-    h, fn = random(rows, 4, 8), random(24, 32, seed=1)
-    base, scale = random(24, seed=2), random(3, seed=3)
+@pytest.mark.parametrize("streams", [2, 4])
+def test_mixes_are_doubly_stochastic_and_implementations_agree(impl, rows, streams):
+    each = streams * (streams + 2)
+    h, fn = random(rows, streams, 8), random(each, streams * 8, seed=1)
+    base, scale = random(each, seed=2), random(3, seed=3)
     options = {"iterations": 20, "hc_eps": 1e-6, "norm_eps": 1e-20}
     pre, post, comb = kernels.get("hc_mixes", impl=impl)(h, fn, base, scale, **options)
     expected = kernels.get("hc_mixes", impl="reference")(h, fn, base, scale, **options)
     for a, b in zip((pre, post, comb), expected, strict=True):
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
-    ones = torch.ones(rows, 4)
+    ones = torch.ones(rows, streams)
     torch.testing.assert_close(comb.sum(1), ones, atol=1e-4, rtol=0)
     torch.testing.assert_close(comb.sum(2), ones, atol=0.05, rtol=0)
     assert bool((comb > 0).all())
 
 
-def test_expand_sums_over_the_first_index_and_the_fused_op_is_its_parts():
+@pytest.mark.parametrize("impl", ["reference", "cpu"])
+def test_expand_sums_over_the_first_index_and_the_fused_op_is_its_parts(impl):
     h, y = random(5, 4, 8), random(5, 8, seed=1)
     post, comb, pre = random(5, 4, seed=2), random(5, 4, 4, seed=3), random(5, 4, seed=4)
     found = kernels.get("hc_expand")(y, h, post, comb)
@@ -74,10 +92,69 @@ def test_expand_sums_over_the_first_index_and_the_fused_op_is_its_parts():
             wanted = post[n, j] * y[n] + sum(comb[n, i, j] * h[n, i] for i in range(4))
             torch.testing.assert_close(found[n, j], wanted)
     weight = random(8, seed=5)
-    out, x = kernels.get("hc_expand_collapse_norm")(y, h, post, comb, pre, weight, 1e-20)
-    assert torch.equal(out, found)
+    fused = kernels.get("hc_expand_collapse_norm", impl=impl)
+    out, x = fused(y, h, post, comb, pre, weight, 1e-20)
+    torch.testing.assert_close(out, found)
     collapsed = kernels.get("hc_collapse")(found, pre)
-    assert torch.equal(x, norm.rms_norm(collapsed, weight, 1e-20))
+    torch.testing.assert_close(x, norm.rms_norm(collapsed, weight, 1e-20))
+    alone = fused(*(given[2:3] for given in (y, h, post, comb, pre)), weight, 1e-20)
+    assert torch.equal(alone[0][0], out[2])
+    assert torch.equal(alone[1][0], x[2])
+    half = [given.to(torch.bfloat16) for given in (y, h)]
+    for a, b in zip(
+        fused(*half, post, comb, pre, weight, 1e-20),
+        hyper.hc_expand_collapse_norm(*half, post, comb, pre, weight, 1e-20),
+        strict=True,
+    ):
+        assert torch.equal(a, b)
+
+
+def test_gradients_are_those_of_the_references():
+    def leaf(*shape: int, seed: int) -> torch.Tensor:
+        return random(*shape, seed=seed).requires_grad_()
+
+    given = [leaf(3, 8, seed=0), leaf(3, 4, 8, seed=1), leaf(3, 4, seed=2), leaf(3, 4, 4, seed=3)]
+    given += [leaf(3, 4, seed=4), leaf(8, seed=5)]
+    site = [given[1], leaf(24, 32, seed=6), leaf(24, seed=7), leaf(3, seed=8)]
+    options = {"iterations": 20, "hc_eps": 1e-6, "norm_eps": 1e-20}
+    found = []
+    for impl in ("reference", "cpu"):
+        close = kernels.get("hc_expand_collapse_norm", impl=impl)(*given, 1e-6)
+        mixes = kernels.get("hc_mixes", impl=impl)(*site, **options)
+        norms = kernels.get("rms_norm", impl=impl)(given[0], given[5], 1e-6)
+        loss = sum(part.square().sum() for part in (*close, *mixes, norms))
+        found.append(torch.autograd.grad(loss, [*given, *site[1:]]))
+    for one, other in zip(*found, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_native_part_refuses_what_does_not_fit():
+    from kernels.cpu import _native
+
+    rows, weight, out = (np.zeros(n, np.float32) for n in (24, 8, 24))
+    for wrong in (
+        (rows, 7, weight, out),
+        (rows, 0, weight, out),
+        (rows, 8, weight[:4], out),
+        (rows, 8, weight, out[:8]),
+        (rows[::2], 4, None, out[:12]),
+    ):
+        given, width, scale, into = wrong
+        with pytest.raises(ValueError):
+            _native.rms_norm(given, width, scale, 1e-6, into)
+    out.flags.writeable = False
+    with pytest.raises(ValueError, match="writable"):
+        _native.rms_norm(rows, 8, weight, 1e-6, out)
+    with pytest.raises(BufferError):
+        _native.rms_norm(rows.astype(np.float64), 8, weight, 1e-6, np.zeros(24, np.float32))
+    three = [np.zeros(n, np.float32) for n in (24, 3)]
+    outs = [np.zeros(n, np.float32) for n in (4, 4, 16)]
+    with pytest.raises(ValueError, match="streams: 1 to 8, not 9"):
+        _native.hc_mixes(rows, rows, *three, 9, 20, 1e-6, 1e-6, *outs)
+    with pytest.raises(ValueError, match="base: 24"):
+        _native.hc_mixes(rows, rows, rows[:8], three[1], 4, 20, 1e-6, 1e-6, *outs)
+    with pytest.raises(ValueError, match="comb: 16"):
+        _native.hc_mixes(rows, rows, *three, 4, 20, 1e-6, 1e-6, *outs[:2], outs[2][:8])
 
 
 @pytest.mark.parametrize("entries", [1, 5, 64, 65, 200])
@@ -216,11 +293,11 @@ def test_pooling_takes_its_partner_from_the_step_or_from_the_state():
         score,
         value,
         state,
-        torch.tensor([0, 1, 2]),
+        torch.tensor([1, 2]),
         torch.tensor([-1, 1]),
         torch.tensor([4, 0]),
         torch.tensor([0, 2]),
-        torch.tensor([False, True, True]),
+        torch.tensor([1, 2]),
     )
     first = torch.stack((held[4, 0], score[0])).softmax(0)
     torch.testing.assert_close(found[0], first[0] * held[4, 1] + first[1] * value[0])

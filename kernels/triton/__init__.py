@@ -1,0 +1,1 @@
+"""GPU kernels in Triton; each is tested against its reference by the interpreter on a CPU."""
