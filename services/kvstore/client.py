@@ -37,6 +37,7 @@ from pelagos.kvstore.v1 import (
 from services.common.errors import Failure, Reason
 from services.common.rpc_client import Channels, StreamCall, call, stream_call
 from services.common.shm_ring import SlotRing
+from services.kvstore.backends.base import wait_all
 from services.kvstore.checksums import Buffer, xxh3_128
 from services.kvstore.formats import TtlClass
 from services.kvstore.hash_chain import (
@@ -181,6 +182,7 @@ class FetchedBlock:
     watermark: int  # first block not yet OK, in order
     payload: bytes = b""
     approximate: bool = False
+    num_bytes: int = 0  # of the payload, here or in its slot; 0 unless OK
 
 
 _CLASS_TO_PROTO: Final = {
@@ -248,11 +250,19 @@ class StoreClient:
                     await parts.aclose()
         finally:
             if ring is not None and not state.is_whole:
-                await asyncio.shield(self._stop_fetch(fetch_id))
+                await self._stop_fetch(fetch_id)
 
     async def _stop_fetch(self, fetch_id: int) -> None:
+        """Returns, or is cancelled, only once the store has said that it has stopped."""
         request = store_pb2.CancelFetchRequest(fetch_id=fetch_id)
-        await call(self._stub.CancelFetch, request, timeout_s=_CANCEL_TIMEOUT_S)
+        stop = asyncio.ensure_future(
+            call(self._stub.CancelFetch, request, timeout_s=_CANCEL_TIMEOUT_S)
+        )
+        try:
+            await wait_all([stop])
+        finally:
+            # Above all that: a store which did not answer still has the slots.
+            stop.result()
 
     async def put(self, block: Block, ring: SlotRing | None = None) -> PutStatus:
         """Stores one block and returns how that ended; puts of one client share a stream and keep
@@ -312,6 +322,7 @@ class _FetchState:
                     watermark=part.watermark,
                     payload=part.payload,
                     approximate=part.approximate,
+                    num_bytes=part.payload_bytes,
                 )
         except Failure:
             # What did not come is missing; the slots are still the store's until it has stopped.
@@ -434,6 +445,8 @@ class SwaDirectoryClient:
     def _owners(self, keys: Sequence[SwaKey]) -> dict[str, list[int]]:
         """Returns the numbers of the keys by the address that owns them."""
         addresses = {host.instance_id: host.address for host in self._hosts()}
+        if not addresses:
+            return {}
         members = sorted(addresses)
         by_address: dict[str, list[int]] = {}
         for number, key in enumerate(keys):

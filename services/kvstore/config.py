@@ -2,14 +2,34 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Final, Literal
 
 from services.common.config import require, secret
 from services.common.service import RuntimeConfig
 from services.kvstore.gc.policy import Waterlines
 from services.kvstore.placement import Profile
+
+# It is part of keys in the cluster store.
+NODE_ID: Final = r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
+_MAX_PAYLOAD_BYTES: Final = 64 << 20
+
+
+def _above_0(config: object, *names: str) -> None:
+    for name in names:
+        require(getattr(config, name) > 0, f"{name} must be above 0")
+
+
+def _not_below_0(config: object, *names: str) -> None:
+    for name in names:
+        require(getattr(config, name) >= 0, f"{name} must not be below 0")
+
+
+def _check_payload(payload_bytes: int) -> None:
+    is_right = 0 < payload_bytes <= _MAX_PAYLOAD_BYTES
+    require(is_right, f"payload_bytes must be in 1..{_MAX_PAYLOAD_BYTES}")
 
 
 @dataclass(frozen=True)
@@ -22,6 +42,11 @@ class CheckConfig:
     # 32 secret bytes. A file that does not exist yet is made, once, readable by its owner only.
     # Empty: a random key, so that what is stored is found again only until the next start.
     cluster_key_file: str = secret("")
+    # "replica": a copy of the index, fed by the store's log, good for some 10^8 blocks a machine.
+    # "sharded": the storage nodes' primaries are asked instead (a store with backend "nodes").
+    index: Literal["replica", "sharded"] = "replica"
+    lookup_timeout_ms: float = 50.0  # sharded: a primary later than this is taken for absent
+    lookup_budget_ms: float = 2.0  # sharded: past it the accepted prefix is not looked up whole
     # Time the window-state look-up may take; past it the hit goes on as if there were none.
     swa_timeout_ms: float = 400.0
     # Without a word from the store for so long, a short hit is reported as "lagging".
@@ -32,8 +57,32 @@ class CheckConfig:
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
 
     def __post_init__(self) -> None:
-        require(self.swa_timeout_ms > 0, "swa_timeout_ms must be above 0")
-        require(self.max_sessions > 0, "max_sessions must be above 0")
+        _above_0(self, "swa_timeout_ms", "lookup_timeout_ms", "max_sessions", "max_queued_touches")
+        _not_below_0(self, "lookup_budget_ms", "lagging_after_ms", "max_session_bytes")
+
+
+@dataclass(frozen=True)
+class SharedConfig:
+    """How a STORE uses a storage that others use too (backends posix, s3, redis)."""
+
+    # Under this name its blocks lie there, and only it evicts them. Empty: made once, in `dir`.
+    writer: str = ""
+    poll_every_s: float = 1.0  # until blocks of others are seen
+    timeout_s: float = 5.0  # of one answer of the storage
+    batch_blocks: int = 64  # at most so many in one write
+    linger_ms: float = 50.0  # wait for more of them, where a write is an object (s3)
+    reap_after_days: float = 14.0  # segments of others that old are removed; 0: never
+    s3_endpoint: str = ""  # empty: Amazon's
+    s3_region: str = "us-east-1"
+    redis_password_file: str = secret("")
+
+    def __post_init__(self) -> None:
+        _above_0(self, "poll_every_s", "timeout_s")
+        _not_below_0(self, "linger_ms", "reap_after_days")
+        require(1 <= self.batch_blocks <= 512, "batch_blocks must be in [1, 512]")
+
+
+SHARED_BACKENDS: Final = ("posix", "s3", "redis")
 
 
 @dataclass(frozen=True)
@@ -41,13 +90,21 @@ class StoreConfig:
     """Role STORE: one process per engine machine."""
 
     listen: str = "127.0.0.1:0"
-    # "local": segment files in `dir`. "nodes": erasure-coded over storage nodes.
-    backend: Literal["local", "nodes"] = "local"
+    # "local": segment files in `dir`. "nodes": erasure-coded over storage nodes. The others are
+    # storages that several STOREs share; `at` says where.
+    backend: Literal["local", "nodes", "posix", "s3", "redis"] = "local"
+    # posix: a folder on a mount; s3: s3://bucket/prefix; redis: redis://host:port/db.
+    at: str = ""
+    shared: SharedConfig = field(default_factory=SharedConfig)
     dir: Path = Path("run/kv")
     capacity_bytes: int = 2 << 30
     segment_bytes: int = 64 << 20
     payload_bytes: int = 114_688  # largest block
     put_ack: Literal["buffered", "durable"] = "buffered"
+    # "aes-256-gcm": blocks are encrypted under keys of their tenants, derived from the secret in
+    # `cluster_key_file`. Blocks that the key does not open are misses.
+    encryption: Literal["off", "aes-256-gcm"] = "off"
+    cluster_key_file: str = secret("")  # as of CHECK; made when it does not exist
     max_queued_put_bytes: int = 512 << 20
     max_parallel_puts: int = 16
     max_inflight_fetch_bytes: int = 256 << 20
@@ -65,9 +122,27 @@ class StoreConfig:
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
 
     def __post_init__(self) -> None:
-        require(self.payload_bytes > 0, "payload_bytes must be above 0")
-        require(self.capacity_bytes > 0, "capacity_bytes must be above 0")
-        require(self.max_parallel_puts > 0, "max_parallel_puts must be above 0")
+        _above_0(self, "capacity_bytes", "segment_bytes", "max_queued_put_bytes")
+        _above_0(self, "max_parallel_puts", "max_inflight_fetch_bytes", "read_timeout_ms")
+        _above_0(self, "put_timeout_ms", "gc_every_s", "gc_orphans_every_s", "gc_max_deletes_per_s")
+        _not_below_0(self, "hedge_ms", "scrub_bytes_per_s")
+        _check_payload(self.payload_bytes)
+        if self.backend in SHARED_BACKENDS:
+            require(bool(self.at), f"backend {self.backend} needs `at`: where the storage is")
+        else:
+            require(not self.at, f"backend {self.backend} takes no `at`")
+        require(
+            self.encryption == "off" or bool(self.cluster_key_file),
+            "encryption needs cluster_key_file",
+        )
+        require(
+            self.backend != "redis" or "@" not in self.at,
+            "at: a password belongs in shared.redis_password_file, for `at` is shown and logged",
+        )
+        require(
+            self.backend != "redis" or self.put_ack == "buffered",
+            "put_ack durable: a redis server does not say what is durable",
+        )
 
 
 @dataclass(frozen=True)
@@ -107,7 +182,13 @@ class StorageNodeConfig:
     def __post_init__(self) -> None:
         Profile.parse(self.profile)
         require(0 < self.num_groups <= 65_535, "num_groups must be in 1..65535")
-        require(self.payload_bytes > 0, "payload_bytes must be above 0")
+        _above_0(self, "capacity_bytes", "segment_bytes", "keeper_every_s", "repair_bytes_per_s")
+        _not_below_0(self, "out_after_s", "scrub_bytes_per_s", "gc_every_s")
+        _check_payload(self.payload_bytes)
+        require(
+            not self.node_id or re.fullmatch(NODE_ID, self.node_id) is not None,
+            "node_id: letters, digits and . _ -, 64 at most",
+        )
 
 
 @dataclass(frozen=True)
@@ -123,4 +204,4 @@ class GcConfig:
     runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
 
     def __post_init__(self) -> None:
-        require(self.every_s > 0, "every_s must be above 0")
+        _above_0(self, "every_s", "orphans_every_s", "max_deletes_per_s")

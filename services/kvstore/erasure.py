@@ -8,10 +8,12 @@ Source: kvcache-and-balancing.md, section 4; case T-EC-VEC.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
-from typing import Final, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
-from services.kvstore.checksums import HAS_NATIVE, Buffer, native
+from services.kvstore.checksums import HAS_NATIVE, Buffer, crc32c, native
+from services.kvstore.formats import ShardHeader
 from services.kvstore.placement import Profile, shard_bytes
 
 _POLYNOMIAL: Final = 0x11D
@@ -159,6 +161,29 @@ def split(data: Buffer, profile: Profile) -> list[memoryview]:
     whole = memoryview(padded)
     shards = [whole[at : at + size] for at in range(0, len(padded), size)]
     return shards + [parity[at : at + size] for at in range(0, len(parity), size)]
+
+
+def cut(header: bytes, pieces: Sequence[Buffer], profile: Profile) -> list[bytes]:
+    """Returns all k + m shards, header and data, of an object given in pieces.
+
+    Args:
+        header: the packed header of any shard; number and checksums are filled in.
+    """
+    if HAS_NATIVE and profile.k > 1:
+        shards: list[bytes] = cast(Any, code_for(profile)).cut(header, pieces)
+        return shards
+    return cut_plain(header, pieces, profile)
+
+
+def cut_plain(header: bytes, pieces: Sequence[Buffer], profile: Profile) -> list[bytes]:
+    """`cut` in plain Python, for machines without the crate; also for k = 1 anywhere."""
+    parts = split(b"".join(pieces), profile)
+    template = ShardHeader.parse(header)
+    assert template is not None, "a header that we packed"
+    return [
+        replace(template, shard=number, data_crc=crc32c(part)).pack() + bytes(part)
+        for number, part in enumerate(parts)
+    ]
 
 
 def join(shards: Mapping[int, Buffer], object_bytes: int, profile: Profile) -> bytes | None:

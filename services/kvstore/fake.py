@@ -28,8 +28,9 @@ from services.kvstore.client import SwaDirectoryClient
 from services.kvstore.formats import FLAG_APPROXIMATE, Record, State
 from services.kvstore.hash_chain import SessionChains
 from services.kvstore.index_table import EPOCH_S
+from services.kvstore.limits import PIN_TTL_S
 from services.kvstore.storage.meta import CommitOutcome, LogPart, Meta
-from services.kvstore.store.blocks import PIN_TTL_S, BlockRead, NewBlock, Outcome, Room, StoreStat
+from services.kvstore.store.blocks import BlockRead, NewBlock, Outcome, Room, StoreStat
 from services.kvstore.store.fetch import Fetcher
 from services.kvstore.store.put import Putter
 from services.kvstore.store.rings import RingCache

@@ -24,6 +24,8 @@ INDEX_KEY_BYTES: Final = 16
 TOKEN_BYTES: Final = 4
 EXTRA_BYTES: Final = 36
 CLUSTER_KEY_BYTES: Final = 32
+# Media items in blocks: each of 8 million tokens' blocks, or one of a million many times over.
+_MAX_MEDIA_ITEMS: Final = 65_536
 _CHAIN_TAG: Final = b"DIKV-CHAIN-1\0"
 _SALT_TAG: Final = b"kv-salt-v1"
 # No model id may hold NUL, so a model with an adapter never reads like a model without one.
@@ -95,11 +97,14 @@ def layout_digest(layout: bytes) -> bytes:
         return layout
     try:
         document = json.loads(layout)
-    except ValueError:
+        if not isinstance(document, dict) or not document:
+            raise Uncacheable("a layout document is an object with fields")
+        return layout_fingerprint(document)
+    except Uncacheable:
+        raise
+    except (ValueError, RecursionError):
+        # Not JSON, nested without end, or half a surrogate pair, which no encoding can write.
         raise Uncacheable("the layout is neither a digest nor a document") from None
-    if not isinstance(document, dict) or not document:
-        raise Uncacheable("a layout document is an object with fields")
-    return layout_fingerprint(document)
 
 
 def salt_domain(cluster_key: bytes, scope: str, tenant: str, user_salt: str) -> bytes:
@@ -156,15 +161,21 @@ def block_extras(
     """Returns the encoded media list of each complete block that a media item overlaps.
 
     Returns: (block number from 0, 36 bytes per item sorted by start), in block order.
-    Raises: Uncacheable for spans outside the prompt, empty, or without a digest.
+    Raises: Uncacheable for spans outside the prompt, empty, without a digest, or together longer
+        than any prompt's.
     """
     extras: dict[int, list[tuple[int, bytes]]] = {}
+    num_items = 0
     for span in media:
         end = span.start + span.num_tokens
         if span.start < 0 or span.num_tokens < 1 or end > num_tokens:
             raise Uncacheable("a media span lies outside the prompt")
         if len(span.digest) != KEY_BYTES:
             raise Uncacheable("a media span has no digest")
+        num_items += (end - 1) // block_tokens - span.start // block_tokens + 1
+        if num_items > _MAX_MEDIA_ITEMS:
+            # Each span may cover the whole prompt: their number alone bounds nothing.
+            raise Uncacheable("too many media spans in too many blocks")
         for block in range(span.start // block_tokens, (end - 1) // block_tokens + 1):
             first = max(span.start - block * block_tokens, 0)
             last = min(end - block * block_tokens, block_tokens)
@@ -240,20 +251,26 @@ class _Known:
     keys: bytes
     extras: tuple[tuple[int, bytes], ...]
 
+    @property
+    def num_bytes(self) -> int:
+        """Returns the memory it is counted with: keys, and the media lists of its blocks."""
+        return len(self.keys) + sum(len(extra) for _, extra in self.extras)
+
 
 class SessionChains:
     """Keys of each session's last prompt, so that a follow-up hashes only its new blocks.
 
     The session id is a hint of the caller: what was hashed is recognised by a digest of the raw
-    token bytes under a random seed, never by the id. Least recently used sessions are forgotten
-    past `max_sessions` or `max_bytes`. Not safe for threads.
+    token bytes under a random seed, never by the id, of which no more is kept than a digest.
+    Least recently used sessions are forgotten past `max_sessions` or `max_bytes`. Not safe for
+    threads.
     """
 
     def __init__(self, max_sessions: int = 100_000, max_bytes: int = 256 << 20) -> None:
         self._max_sessions = max_sessions
         self._max_bytes = max_bytes
         self._seed = secrets.randbits(64)
-        self._known: OrderedDict[tuple[bytes, str], _Known] = OrderedDict()
+        self._known: OrderedDict[bytes, _Known] = OrderedDict()
         self.num_bytes = 0
         self.num_blocks_reused = 0
 
@@ -271,7 +288,7 @@ class SessionChains:
         """Returns what `chain(root, ...)` returns, hashing as little as it can."""
         if not session_id:
             return chain(root, token_ids, block_tokens, extras)
-        name = (root, session_id)
+        name = hashlib.sha256(root + session_id.encode()).digest()
         known = self._known.get(name)
         num_known = self._num_shared(known, token_ids, extras) if known else 0
         if known and num_known:
@@ -300,7 +317,7 @@ class SessionChains:
 
     def _remember(
         self,
-        name: tuple[bytes, str],
+        name: bytes,
         token_ids: bytes,
         block_tokens: int,
         keys: bytes,
@@ -310,9 +327,9 @@ class SessionChains:
         digest = xxh3_128(memoryview(token_ids)[:size], self._seed)
         former = self._known.pop(name, None)
         if former:
-            self.num_bytes -= len(former.keys)
-        self._known[name] = _Known(size, digest, keys, extras)
-        self.num_bytes += len(keys)
+            self.num_bytes -= former.num_bytes
+        known = self._known[name] = _Known(size, digest, keys, extras)
+        self.num_bytes += known.num_bytes
         while len(self._known) > self._max_sessions or self.num_bytes > self._max_bytes:
             _, oldest = self._known.popitem(last=False)
-            self.num_bytes -= len(oldest.keys)
+            self.num_bytes -= oldest.num_bytes

@@ -162,7 +162,12 @@ class PlainIndexTable:
         return count, Stop.ALL
 
     def touch(self, keys: Buffer, stride: int, epoch: int, class_: int, first_seq: int, /) -> bytes:
-        """Returns the log entries of the records that change, numbered from `first_seq`."""
+        """Returns the log entries of the records that change, numbered from `first_seq`.
+
+        Raises: ValueError for a class that a record has no room for.
+        """
+        if class_ > 15:
+            raise ValueError("class: at most 15")
         raw = bytes(keys)
         log: list[bytes] = []
         for at in range(0, len(raw), stride):

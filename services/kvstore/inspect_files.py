@@ -6,6 +6,7 @@ at; a shard that was deleted may still lie in its slot and is listed with the re
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,14 +29,22 @@ class Found:
 def shards_in(folder: Path, verify: bool) -> Iterator[Found]:
     """Yields the shards of all segment files below a folder."""
     for path in sorted(folder.rglob("seg-[0-9]*")):
-        with path.open("rb") as file:
-            size = path.stat().st_size
+        if path.is_symlink() or not path.is_file():
+            continue  # a folder, or a pipe, which would be waited for without end
+        try:
+            opened = path.open("rb")
+        except FileNotFoundError:
+            continue  # a store that runs has let it go
+        with opened as file:
+            size = os.fstat(file.fileno()).st_size
             for offset in range(0, size - SHARD_HEADER_BYTES + 1, PAGE_BYTES):
                 file.seek(offset)
                 header = ShardHeader.parse(file.read(SHARD_HEADER_BYTES))
                 if header is None:
                     continue
-                fault = _fault_of(header, file.read(header.shard_bytes)) if verify else ""
+                # A length that lies makes no room for what the file does not have.
+                data = file.read(min(header.shard_bytes, size)) if verify else b""
+                fault = _fault_of(header, data) if verify else ""
                 yield Found(str(path.relative_to(folder)), offset, header, fault)
 
 

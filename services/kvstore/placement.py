@@ -34,6 +34,8 @@ class Profile:
     def parse(cls, text: str) -> Profile:
         """Returns the profile of "10+2". Raises ValueError."""
         k, _, m = text.partition("+")
+        if not (k.isdecimal() and m.isdecimal()):
+            raise ValueError(f"profile: {text!r} is not like 10+2")
         return cls(int(k), int(m))
 
     def __str__(self) -> str:

@@ -51,20 +51,32 @@ class HitRatios:
 
 
 def read_trace(path: Path) -> list[TraceRequest]:
-    """Returns the requests of a trace file. Raises OSError; ValueError for a bad line."""
+    """Returns the requests of a trace file.
+
+    Raises: OSError; ValueError for a bad line, or for a file without a request.
+    """
     requests = []
-    with path.open(encoding="utf-8") as lines:
+    # Bytes that are no text are no request, and which line they are in is said as for any other.
+    with path.open(encoding="utf-8", errors="replace") as lines:
         for number, line in enumerate(lines, 1):
-            try:
-                row = json.loads(line)
-                requests.append(
-                    TraceRequest(
-                        int(row["timestamp"]), int(row["input_length"]), tuple(row["hash_ids"])
-                    )
-                )
-            except (ValueError, KeyError, TypeError):
-                raise ValueError(f"{path.name}, line {number}: not a request") from None
+            request = _request_of(line)
+            if request is None:
+                raise ValueError(f"{path.name}, line {number}: not a request")
+            requests.append(request)
+    if not requests:
+        raise ValueError(f"{path.name} holds no request")
     return requests
+
+
+def _request_of(line: str) -> TraceRequest | None:
+    try:
+        row = json.loads(line)
+        at_ms, num_tokens, ids = int(row["timestamp"]), int(row["input_length"]), row["hash_ids"]
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
+        return None
+    # An id becomes the tokens of a block, so it is one as well.
+    is_list = isinstance(ids, list) and all(type(i) is int and 0 <= i < 1 << 32 for i in ids)
+    return TraceRequest(at_ms, num_tokens, tuple(ids)) if is_list and num_tokens >= 0 else None
 
 
 def replay(

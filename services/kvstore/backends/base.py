@@ -10,7 +10,7 @@ import asyncio
 import enum
 from collections.abc import AsyncGenerator, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from services.kvstore.checksums import Buffer
 
@@ -27,11 +27,25 @@ class ReadStatus(enum.IntEnum):
     WRONG_KEY = 6
     WRONG_LAYOUT = 7
     PAYLOAD = 8
+    SEALED = 9  # encrypted, and not under the key at hand
+    AWAY = 10  # the storage did not answer; what it holds may be as good as ever
 
     @property
     def is_damage(self) -> bool:
         """Returns whether it means rot, and not merely that the shard is elsewhere or gone."""
-        return self not in (ReadStatus.OK, ReadStatus.ABSENT, ReadStatus.WRONG_KEY)
+        return self not in _NO_DAMAGE
+
+
+_NO_DAMAGE: Final = frozenset(
+    (
+        ReadStatus.OK,
+        ReadStatus.ABSENT,
+        ReadStatus.WRONG_KEY,
+        ReadStatus.WRONG_LAYOUT,
+        ReadStatus.SEALED,
+        ReadStatus.AWAY,
+    )
+)
 
 
 class PutStatus(enum.Enum):
@@ -40,6 +54,20 @@ class PutStatus(enum.Enum):
     BUFFERED = "buffered"  # survives the process, not the machine
     DURABLE = "durable"
     FULL = "full"  # no room, here or on the device
+    AWAY = "away"  # the storage did not answer; whether the shard is there is not known
+
+    @property
+    def is_stored(self) -> bool:
+        """Returns whether the shard is there."""
+        return self in (PutStatus.BUFFERED, PutStatus.DURABLE)
+
+
+class StorageAway(Exception):
+    """The storage did not answer in time, or refuses us; asking again later may help."""
+
+
+class StorageFull(Exception):
+    """The storage has no room for more."""
 
 
 @dataclass(frozen=True, order=True)
@@ -109,8 +137,17 @@ class BlockBackend(Protocol):
         """Returns the length of a shard's data, without reading it; None when it is absent."""
         ...
 
-    async def delete_shards(self, refs: Sequence[ShardRef]) -> int:
-        """Frees shards and returns how many were there. Idempotent."""
+    async def object_header(self, ref: ShardRef) -> bytes | None:
+        """Returns the 256-byte header of a block stored whole, not yet checked; None when it
+        cannot be had."""
+        ...
+
+    async def delete_shards(self, refs: Sequence[ShardRef], erase: bool = False) -> int:
+        """Frees shards and returns how many were there. Idempotent.
+
+        With `erase` their bytes are gone from the storage too when this returns (S-11).
+        Raises: StorageAway when they may still be there; only with `erase`.
+        """
         ...
 
     def list_headers(self) -> AsyncGenerator[bytes, None]:
@@ -131,6 +168,32 @@ class BlockBackend(Protocol):
 
     async def close(self) -> None:
         """Makes everything durable and lets go."""
+        ...
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What others did to a shared storage since the last look."""
+
+    added: bytes = b""  # 128-byte headers, concatenated
+    removed: tuple[ShardRef, ...] = ()
+
+    @property
+    def is_nothing(self) -> bool:
+        """Returns whether all is as before."""
+        return not self.added and not self.removed
+
+
+class SharedBackend(BlockBackend, Protocol):
+    """Storage that several STOREs use at once. Each evicts only what it wrote itself, so that no
+    block's age is judged by a process that does not see its hits."""
+
+    def owns(self, ref: ShardRef) -> bool:
+        """Returns whether this process wrote the shard, or took it over."""
+        ...
+
+    async def poll(self) -> Changes:
+        """Looks for what others wrote and removed. Raises StorageAway."""
         ...
 
 

@@ -25,10 +25,18 @@ from services.kvstore.backends.base import (
     ReadStatus,
     ScrubReport,
     ShardRef,
+    StorageAway,
     wait_all,
 )
 from services.kvstore.checksums import HAS_NATIVE, Buffer, native
-from services.kvstore.placement import WHOLE, Profile, slot_bytes
+from services.kvstore.folders import MadeFor, check_made_for, note_made_for
+from services.kvstore.placement import (
+    OBJECT_HEADER_BYTES,
+    SHARD_HEADER_BYTES,
+    WHOLE,
+    Profile,
+    slot_bytes,
+)
 
 log = logging.getLogger(__name__)
 
@@ -48,6 +56,7 @@ class LocalBackendConfig:
     segment_bytes: int = 64 << 20
     payload_bytes: int = 114_688  # largest block; sets the slot size
     profile: Profile = WHOLE
+    cluster: str = ""  # of a storage node, whose shards are of use in no other
     num_threads: int = 4
     sync_every_s: float = 0.05
     sync_bytes: int = 64 << 20
@@ -76,15 +85,19 @@ class LocalBackend:
     async def open(cls, config: LocalBackendConfig, clock: Clock = SYSTEM_CLOCK) -> LocalBackend:
         """Returns the backend, recovered from what its directory holds.
 
-        Raises: OSError when the directory cannot be used or another process has it.
+        Raises: OSError when the directory cannot be used or another process has it; ConfigError
+            when it was made for other slots, shards or another cluster.
         """
         backend = cls(config, clock)
+        made_for = MadeFor(backend.slot_bytes, str(config.profile), config.cluster)
+        check_made_for(config.dir, made_for)
         size = slot_bytes(config.payload_bytes, config.profile)
         segment = max(min(config.segment_bytes, config.capacity_bytes), size)
         count = max(config.capacity_bytes // (segment // size * size), 1)
         backend._store = await backend._run(
             lambda: _segment_store()(str(config.dir), size, segment, count)
         )
+        note_made_for(config.dir, made_for)
         found, torn, rebuilt = backend._store.recovery()
         if torn or rebuilt:
             log.warning(
@@ -148,13 +161,22 @@ class LocalBackend:
         length: int | None = self._store.len_of(ref.key16, ref.shard, ref.put_id)
         return length
 
-    async def delete_shards(self, refs: Sequence[ShardRef]) -> int:
+    async def object_header(self, ref: ShardRef) -> bytes | None:
+        """Returns the header of a block stored whole; see BlockBackend."""
+        shard, _ = await self.get_shard(ref)
+        if shard is None:
+            return None
+        return shard[SHARD_HEADER_BYTES : SHARD_HEADER_BYTES + OBJECT_HEADER_BYTES]
+
+    async def delete_shards(self, refs: Sequence[ShardRef], erase: bool = False) -> int:
         """Frees shards; see BlockBackend."""
         ids = [(ref.key16, ref.shard, ref.put_id) for ref in refs]
         try:
-            return int(await self._run(lambda: self._store.delete(ids)))
+            return int(await self._run(lambda: self._store.delete(ids, erase)))
         except OSError as error:
             self._note(error)
+            if erase:
+                raise StorageAway("shards could not be overwritten") from error
             return 0
 
     async def list_headers(self) -> AsyncGenerator[bytes, None]:
@@ -164,6 +186,10 @@ class LocalBackend:
             headers, at = await self._run(functools.partial(self._store.headers, at, _LIST_SLOTS))
             if headers:
                 yield headers
+
+    async def rescan(self) -> int:
+        """Takes up shards that the index lost; see storage/node.py."""
+        return int(await self._run(self._store.rescan))
 
     async def stat(self) -> BackendStat:
         """Returns the counts."""

@@ -20,11 +20,33 @@ from services.kvstore.placement import OBJECT_HEADER_BYTES, PAGE_BYTES, SHARD_HE
 
 _LOG: Final = struct.Struct("<BB2xI16sQII4x")
 _RECORD_BYTES: Final = 48
-_PUT, _DELETE, _SYNC = 1, 2, 3
+_PUT, _DELETE, _SYNC, _CLAIM = 1, 2, 3, 4
+_CLAIM_HEAD: Final = struct.Struct("<BB2x")
+_SLOTS_PER_CLAIM: Final = 10
+# Slots claimed with one write to the log.
+_CLAIM_AT_ONCE: Final = 4 * _SLOTS_PER_CLAIM
 _ABSENT, _IO, _HEADER, _DATA = 1, 2, 3, 4
+_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 Id = tuple[bytes, int, int]  # key16, shard, put_id
 Place = tuple[int, int, int]  # slot, data length, created_s
+
+
+def _claims(slots: Sequence[int]) -> list[bytes]:
+    """Returns the records that claim these slots."""
+    records = []
+    for at in range(0, len(slots), _SLOTS_PER_CLAIM):
+        some = slots[at : at + _SLOTS_PER_CLAIM]
+        names = b"".join(slot.to_bytes(4, "little") for slot in some)
+        body = (_CLAIM_HEAD.pack(_CLAIM, len(some)) + names).ljust(44, b"\0")
+        records.append(body + crc32c(body).to_bytes(4, "little"))
+    return records
+
+
+def _claimed(record: bytes) -> list[int]:
+    """Returns the slots that a claim names; none for a count that no writer makes."""
+    count = record[1] if record[1] <= _SLOTS_PER_CLAIM else 0
+    return [int.from_bytes(record[at : at + 4], "little") for at in range(4, 4 + 4 * count, 4)]
 
 
 class PlainSegmentStore:
@@ -49,18 +71,30 @@ class PlainSegmentStore:
         self._index: dict[Id, Place] = {}
         self._owners: dict[int, Id] = {}
         self._free: list[int] = []
+        self._ready: list[int] = []  # slots that the log claims, to be used next
         self._dirty: set[int] = set()
         self._log = -1
-        self._base = self._count = self._unsynced = 0
+        self._base = self._written = self._unsynced = 0
+        self._waiting = bytearray()  # records that are not yet in the log's file
         self._is_synced = True
+        self._is_log_stale = False
         self._torn, self._rebuilt = 0, False
-        self._recover()
+        num_logged = self._recover()
         for number in reversed(range(max_segments)):
             if self._files[number] is not None:
                 first = number * self._per_segment
                 slots = range(first + self._per_segment - 1, first - 1, -1)
                 self._free += [slot for slot in slots if slot not in self._owners]
-        self._compact()
+        try:
+            self._compact()
+        except OSError as error:
+            # A disk without room must not keep the store from reading what it has (P-34).
+            if error.errno not in _NO_ROOM:
+                raise
+            self._log = os.open(os.path.join(dir, "index.log"), os.O_RDWR | os.O_CREAT, 0o600)
+            self._written = num_logged
+            self._is_synced = False
+            self._is_log_stale = self._rebuilt
 
     def __del__(self) -> None:
         for file in [*self._files, self._log, self._lock_file]:
@@ -74,7 +108,13 @@ class PlainSegmentStore:
             return None
         size = self._per_segment * self._slot_bytes
         if os.fstat(file).st_size < size:
-            os.truncate(file, size)
+            try:
+                os.truncate(file, size)
+            except OSError as error:
+                # On a disk without room it stays short: slots past its end are misses.
+                if error.errno not in _NO_ROOM:
+                    os.close(file)
+                    raise
         return file
 
     def _path(self, number: int) -> str:
@@ -82,27 +122,38 @@ class PlainSegmentStore:
 
     # ---- recovery -----------------------------------------------------------------------------
 
-    def _recover(self) -> None:
+    def _recover(self) -> int:
+        """Returns how many records the log has room for."""
         try:
             with open(os.path.join(self._dir, "index.log"), "rb") as file:
                 log = file.read()
         except FileNotFoundError:
             log = b""
-        if len(log) < _RECORD_BYTES:
-            self._rebuild()
-            return
+        num_logged = len(log) // _RECORD_BYTES
+        if not num_logged:
+            self._rebuilt = any(file is not None for file in self._files)
+            self._take_up_unnamed()
+            return 0
         records = []
-        for at in range(0, len(log) - _RECORD_BYTES + 1, _RECORD_BYTES):
-            raw = log[at : at + _RECORD_BYTES]
-            if crc32c(raw[:44]) != int.from_bytes(raw[44:], "little"):
-                break
-            records.append(_LOG.unpack(raw[:44]))
-        trusted = next((r[4] for r in reversed(records) if r[0] == _SYNC), 0)
+        for number in range(num_logged):
+            raw = log[number * _RECORD_BYTES : (number + 1) * _RECORD_BYTES]
+            if crc32c(raw[:44]) == int.from_bytes(raw[44:], "little"):
+                records.append((number, raw))
+        # Every log is begun with what lives and a mark: one without any has lost its beginning.
+        marks = [_LOG.unpack(raw[:44])[4] for _, raw in records if raw[0] == _SYNC]
+        trusted = max(marks, default=0)
         suspects: list[Id] = []
-        for number, (op, shard, slot, key, put_id, length, created) in enumerate(records):
+        # What was claimed and never named: somebody may have written there when the process died.
+        unnamed: set[int] = set()
+        for number, raw in records:
+            if raw[0] == _CLAIM:
+                unnamed.update(_claimed(raw))
+                continue
+            op, shard, slot, key, put_id, length, created = _LOG.unpack(raw[:44])
             place = (slot, length, created)
             if op == _PUT and self._is_usable(place):
                 self._assign((key, shard, put_id), place)
+                unnamed.discard(slot)
                 if number >= trusted:
                     suspects.append((key, shard, put_id))
             elif op == _DELETE:
@@ -111,22 +162,51 @@ class PlainSegmentStore:
             if suspect in self._index and self._read(suspect, self._index[suspect])[1]:
                 self._release(suspect)
                 self._torn += 1
+        if not marks or sum(number < trusted for number, _ in records) < trusted:
+            self._rebuilt = True
+            self._take_up_unnamed()
+        else:
+            self._take_up_unnamed(sorted(unnamed))
+        return num_logged
 
-    def _rebuild(self) -> None:
-        for slot in range(self._max_segments * self._per_segment):
-            file = self._files[slot // self._per_segment]
+    def _take_up_unnamed(self, slots: Sequence[int] | None = None) -> int:
+        """Takes up shards that the index does not name from these slots, or all; returns how
+        many."""
+        found = 0
+        num_slots = self._max_segments * self._per_segment
+        for slot in range(num_slots) if slots is None else slots:
+            file = self._files[slot // self._per_segment] if slot < num_slots else None
             if file is None:
                 continue
-            self._rebuilt = True
             header = ShardHeader.parse(os.pread(file, SHARD_HEADER_BYTES, self._offset(slot)))
             if header is None:
                 continue
             shard_id = (header.key16, header.shard, header.put_id)
             place = (slot, header.shard_bytes, header.created_s)
+            if shard_id in self._index:
+                continue
             if not self._is_usable(place) or self._read(shard_id, place)[1]:
                 self._torn += 1
                 continue
             self._assign(shard_id, place)
+            self._dirty.add(slot // self._per_segment)
+            found += 1
+        return found
+
+    def rescan(self) -> int:
+        """Takes up shards that lie in slots which the log does not name; returns how many."""
+        with self._mutex:
+            self._freshen_log()
+            found = self._take_up_unnamed()
+            if found:
+                self._free = [slot for slot in self._free if slot not in self._owners]
+                self._ready = [slot for slot in self._ready if slot not in self._owners]
+                self._compact()
+            return found
+
+    def _freshen_log(self) -> None:
+        if self._is_log_stale:
+            self._compact()
 
     def _is_usable(self, place: Place) -> bool:
         slot, length, _ = place
@@ -166,16 +246,47 @@ class PlainSegmentStore:
         self._owners.pop(place[0], None)
         return place[0]
 
-    def _append(self, op: int, shard_id: Id, place: Place) -> None:
+    @staticmethod
+    def _record(op: int, shard_id: Id, place: Place) -> bytes:
         key, shard, put_id = shard_id
         body = _LOG.pack(op, shard, place[0], key, put_id, place[1], place[2])
-        record = body + struct.pack("<I", crc32c(body))
-        if os.pwrite(self._log, record, self._count * _RECORD_BYTES) != _RECORD_BYTES:
-            raise OSError(errno.ENOSPC, "the log is cut short")
-        self._count += 1
+        return body + struct.pack("<I", crc32c(body))
+
+    @property
+    def _count(self) -> int:
+        """Records of this log, those that wait for its file included."""
+        return self._written + len(self._waiting) // _RECORD_BYTES
+
+    def _push(self, record: bytes) -> None:
+        self._waiting += record
         self._is_synced = False
 
-    def _add_segment(self) -> int:
+    def _pop(self, count: int) -> None:
+        del self._waiting[len(self._waiting) - count * _RECORD_BYTES :]
+
+    def _flush(self) -> None:
+        """Hands all that waits to the kernel. After an error it still waits: writing at the known
+        end repairs what a full disk cut short."""
+        at = self._written * _RECORD_BYTES
+        if os.pwrite(self._log, self._waiting, at) != len(self._waiting):
+            raise OSError(errno.ENOSPC, "the log is cut short")
+        self._written = self._count
+        self._waiting = bytearray()
+
+    def _claim(self) -> None:
+        """Notes in the log that the next free slots are going to be written."""
+        slots = self._free[-_CLAIM_AT_ONCE:]
+        claims = _claims(slots)
+        self._push(b"".join(claims))
+        try:
+            self._flush()
+        except OSError:
+            self._pop(len(claims))
+            raise
+        del self._free[-_CLAIM_AT_ONCE:]
+        self._ready = slots
+
+    def _add_segment(self) -> None:
         number = next((n for n, file in enumerate(self._files) if file is None), None)
         if number is None:
             raise OSError(errno.ENOSPC, "no free slot")
@@ -187,10 +298,11 @@ class PlainSegmentStore:
             os.close(file)
             os.unlink(path)
             raise
+        os.fsync(file)
+        self._sync_folder()
         self._files[number] = file
         first = number * self._per_segment
-        self._free += range(first + self._per_segment - 1, first, -1)
-        return first
+        self._free += range(first + self._per_segment - 1, first - 1, -1)
 
     def put(self, pieces: Sequence[Buffer]) -> int:
         """Returns the number of the log record of a stored shard."""
@@ -202,9 +314,14 @@ class PlainSegmentStore:
             raise ValueError("length does not fit the header or the slot")
         shard_id = (header.key16, header.shard, header.put_id)
         with self._mutex:
+            self._freshen_log()
             if shard_id in self._index:
                 return max(self._base + self._count - 1, 0)
-            slot = self._free.pop() if self._free else self._add_segment()
+            if not self._ready:
+                if not self._free:
+                    self._add_segment()
+                self._claim()
+            slot = self._ready.pop()
             number = slot // self._per_segment
             file = self._files[number]
             assert file is not None
@@ -212,10 +329,12 @@ class PlainSegmentStore:
             try:
                 if os.pwrite(file, data, self._offset(slot)) != len(data):
                     raise OSError(errno.ENOSPC, "the slot is cut short")
-                self._append(_PUT, shard_id, place)
             except OSError:
-                self._free.append(slot)
+                # Opening must not find there a shard that nobody was told of.
+                self._blank(slot, False)
+                self._ready.append(slot)
                 raise
+            self._push(self._record(_PUT, shard_id, place))
             self._assign(shard_id, place)
             self._dirty.add(number)
             self._unsynced += len(data)
@@ -274,15 +393,26 @@ class PlainSegmentStore:
         place = self._index.get((key, shard, put_id))
         return None if place is None else place[1]
 
-    def delete(self, ids: Sequence[Id]) -> int:
-        """Returns how many of the shards were there and are freed."""
+    def delete(self, ids: Sequence[Id], erase: bool = False) -> int:
+        """Returns how many of the shards were there and are freed; overwritten on demand."""
         count = 0
         with self._mutex:
+            self._freshen_log()
             for shard_id in ids:
                 place = self._index.get(shard_id)
                 if place is None:
                     continue
-                self._append(_DELETE, shard_id, place)
+                is_blank = self._blank(place[0], erase)
+                self._push(self._record(_DELETE, shard_id, place))
+                try:
+                    self._flush()
+                except OSError:
+                    # Either is enough to forget it.
+                    if not is_blank:
+                        self._pop(1)
+                        raise
+                if erase and not is_blank:
+                    raise OSError(errno.EIO, "a slot cannot be overwritten")
                 self._release(shard_id)
                 self._free.append(place[0])
                 count += 1
@@ -290,11 +420,25 @@ class PlainSegmentStore:
                 self._compact()
         return count
 
+    def _blank(self, slot: int, whole: bool) -> bool:
+        """Makes a slot's header say nothing, so that no rebuilt log brings a deleted shard back."""
+        file = self._files[slot // self._per_segment]
+        if file is None:
+            return True
+        size = self._slot_bytes if whole else SHARD_HEADER_BYTES
+        self._dirty.add(slot // self._per_segment)
+        self._is_synced = False
+        try:
+            return os.pwrite(file, bytes(size), self._offset(slot)) == size
+        except OSError:
+            return False
+
     # ---- durability ---------------------------------------------------------------------------
 
     def sync(self) -> int:
         """Returns the number below which every record is on the disk."""
         with self._mutex:
+            self._freshen_log()
             covered = self._base + self._count
             if self._is_synced:
                 return covered
@@ -304,32 +448,51 @@ class PlainSegmentStore:
                     os.fdatasync(file)
             self._dirty.clear()
             self._unsynced = 0
-            self._append(_SYNC, (bytes(16), 0, self._count), (0, 0, 0))
+            self._push(self._record(_SYNC, (bytes(16), 0, self._count), (0, 0, 0)))
+            try:
+                self._flush()
+                self._is_synced = True
+            except OSError:
+                # What is flushed is durable: the claims are in the log, and opening reads more
+                # than it must.
+                self._pop(1)
             os.fdatasync(self._log)
-            self._is_synced = True
             return covered
 
     def _compact(self) -> None:
         for file in self._files:
             if file is not None:
                 os.fdatasync(file)
-        new = os.path.join(self._dir, "index.new")
+        path = os.path.join(self._dir, "index.new")
+        records = _claims(self._ready)
+        records += [self._record(_PUT, shard_id, place) for shard_id, place in self._index.items()]
+        records.append(self._record(_SYNC, (bytes(16), 0, len(records)), (0, 0, 0)))
+        new = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
+        try:
+            data = b"".join(records)
+            if os.write(new, data) != len(data):
+                raise OSError(errno.ENOSPC, "the log is cut short")
+            os.fdatasync(new)
+            os.rename(path, os.path.join(self._dir, "index.log"))
+        except OSError:
+            os.close(new)
+            raise
+        self._sync_folder()
         if self._log >= 0:
             os.close(self._log)
+        self._log = new
         self._base += self._count
-        self._count = 0
-        self._log = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
-        for shard_id, place in self._index.items():
-            self._append(_PUT, shard_id, place)
-        self._append(_SYNC, (bytes(16), 0, self._count), (0, 0, 0))
-        os.fdatasync(self._log)
-        os.rename(new, os.path.join(self._dir, "index.log"))
+        self._written = len(records)
+        self._waiting = bytearray()
+        self._is_synced, self._unsynced = True, 0
+        self._is_log_stale = False
+
+    def _sync_folder(self) -> None:
         folder = os.open(self._dir, os.O_RDONLY)
         try:
             os.fsync(folder)
         finally:
             os.close(folder)
-        self._is_synced, self._unsynced = True, 0
 
     # ---- views --------------------------------------------------------------------------------
 
@@ -347,7 +510,9 @@ class PlainSegmentStore:
             file = self._files[slot // self._per_segment]
             if file is not None:
                 data = os.pread(file, SHARD_HEADER_BYTES, self._offset(slot))
-                if ShardHeader.parse(data) is not None:
+                header = ShardHeader.parse(data)
+                shard_id = self._owners.get(slot)
+                if header and (header.key16, header.shard, header.put_id) == shard_id:
                     headers.append(data)
         return b"".join(headers), after
 

@@ -3,64 +3,46 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import secrets
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 
 from pelagos.kvstore.v1 import check_pb2_grpc
 
-from services.common.config import ConfigError
 from services.common.service import Runtime, run_service
 from services.kvstore.check.match import Matcher, PromptMatch
 from services.kvstore.check.replica import Replica
 from services.kvstore.check.server import CheckServicer, StoreLink
+from services.kvstore.check.sharded import ShardedIndex
 from services.kvstore.client import SwaDirectoryClient
+from services.kvstore.cluster_key import cluster_key_of
 from services.kvstore.config import CheckConfig
-from services.kvstore.hash_chain import CLUSTER_KEY_BYTES, SessionChains
+from services.kvstore.hash_chain import SessionChains
+from services.kvstore.hit_policy import EndedBy
+from services.kvstore.memory import keep_freed
+from services.kvstore.storage.keeper import MapView
+from services.kvstore.storage.links import Links
 from services.kvstore.swa.directory import Location, SwaKey
 
 _SIZE_CLASSES = ((16 << 10, "<16K"), (64 << 10, "16K-64K"), (256 << 10, "64K-256K"))
+_LARGEST = ">=256K"
+_SIZES = (*(name for _, name in _SIZE_CLASSES), _LARGEST)
 # How long a start waits for the first copy of the index: without it first requests only miss.
 _FIRST_COPY_S = 5.0
-
-
-def cluster_key_of(path: str) -> bytes:
-    """Returns the cluster's secret from its file, made now if it does not exist.
-
-    Raises: ConfigError for a file of another size, or that others may read.
-    """
-    if not path:
-        return secrets.token_bytes(CLUSTER_KEY_BYTES)
-    file = Path(path)
-    if not file.exists():
-        file.parent.mkdir(parents=True, exist_ok=True)
-        # Written under another name first: two processes that start together agree on one key.
-        new = file.with_name(f".{file.name}.{os.getpid()}")
-        descriptor = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            os.write(descriptor, secrets.token_bytes(CLUSTER_KEY_BYTES))
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
-        with suppress(FileExistsError):
-            os.link(new, file)
-        new.unlink()
-    if file.stat().st_mode & 0o077:
-        raise ConfigError("cluster_key_file may be read by others; its mode must be 0600")
-    key = file.read_bytes()
-    if len(key) != CLUSTER_KEY_BYTES:
-        raise ConfigError(f"cluster_key_file must hold {CLUSTER_KEY_BYTES} bytes")
-    return key
 
 
 async def build(runtime: Runtime[CheckConfig]) -> None:
     """Wires the process."""
     config = runtime.config
-    replica = Replica()
+    sharded = open_sharded(runtime) if config.index == "sharded" else None
+    # What primaries say needs no copy; the rest of CHECK asks either the same questions.
+    replica = sharded if sharded is not None else Replica()
     sessions = SessionChains(config.max_sessions, config.max_session_bytes)
-    matcher = Matcher(cluster_key_of(config.cluster_key_file), replica, sessions)
+    matcher = Matcher(
+        cluster_key_of(config.cluster_key_file),
+        replica,
+        sessions,
+        sharded.find if sharded is not None else None,
+    )
 
     def store_address() -> str | None:
         if config.store:
@@ -87,12 +69,15 @@ async def build(runtime: Runtime[CheckConfig]) -> None:
     hit_tokens = runtime.metrics.counter("hit_tokens_total", "Tokens of hits")
     input_tokens = runtime.metrics.counter("input_tokens_total", "Tokens asked about")
     ended = runtime.metrics.counter("hits_ended_total", "Matches by why they ended", ("why",))
+    # Looked up once: finding a series by its labels costs more than counting.
+    latency_of = {size: latency.labels(size=size) for size in _SIZES}
+    ended_by = {why: ended.labels(why=why.value) for why in EndedBy}
 
     def on_match(match: PromptMatch, num_tokens: int, spent_s: float) -> None:
-        latency.labels(size=_size_class(num_tokens)).observe(spent_s)
+        latency_of[_size_class(num_tokens)].observe(spent_s)
         hit_tokens.inc(match.hit.hit_tokens)
         input_tokens.inc(num_tokens)
-        ended.labels(why=match.hit.ended_by.value).inc()
+        ended_by[match.hit.ended_by].inc()
 
     servicer = CheckServicer(
         matcher,
@@ -104,7 +89,8 @@ async def build(runtime: Runtime[CheckConfig]) -> None:
         clock=runtime.clock,
     )
     runtime.server.add(check_pb2_grpc.add_CheckServiceServicer_to_server, servicer)
-    runtime.spawn(link.follow(), "follow commits")
+    if sharded is None:
+        runtime.spawn(link.follow(), "follow commits")
     runtime.spawn(link.send_notes(), "send notes")
     runtime.metrics.gauge("index_blocks", "Blocks in the index").set_function(lambda: len(replica))
     runtime.metrics.gauge("index_bytes", "Memory of the index").set_function(
@@ -119,17 +105,41 @@ async def build(runtime: Runtime[CheckConfig]) -> None:
         async with asyncio.timeout(_FIRST_COPY_S):
             if not config.store:
                 await runtime.view.wait_synced()
-            if store_address() is not None:
+            if store_address() is not None and sharded is None:
                 await link.level.wait()
+
+
+def open_sharded(runtime: Runtime[CheckConfig]) -> ShardedIndex:
+    """Returns an index that asks the storage nodes' primaries."""
+    config = runtime.config
+    view = MapView(runtime.store, runtime.keys, runtime.view, runtime.clock)
+    links = Links(runtime.channels, view.address_of, runtime.clock)
+    runtime.on_stop(links.close)
+    runtime.spawn(view.run(), "placement map")
+    index = ShardedIndex(
+        view,
+        links,
+        timeout_s=config.lookup_timeout_ms / 1000,
+        budget_s=config.lookup_budget_ms / 1000,
+        clock=runtime.clock,
+    )
+    runtime.metrics.gauge("lookup_round_trips", "Rounds of look-ups").set_function(
+        lambda: index.num_round_trips
+    )
+    runtime.metrics.gauge("lookups_unanswered", "Look-ups a primary did not answer").set_function(
+        lambda: index.num_unanswered
+    )
+    return index
 
 
 _MATCH_BUCKETS = (*(0.0001, 0.00025, 0.0005, 0.001, 0.002, 0.005), *(0.01, 0.025, 0.05, 0.25))
 
 
 def _size_class(num_tokens: int) -> str:
-    return next((name for limit, name in _SIZE_CLASSES if num_tokens < limit), ">=256K")
+    return next((name for limit, name in _SIZE_CLASSES if num_tokens < limit), _LARGEST)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the process until it is told to stop."""
+    keep_freed()
     return run_service("check", CheckConfig, build, argv)

@@ -11,6 +11,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from services.kvstore.check.replica import Replica
+from services.kvstore.checksums import Buffer
 from services.kvstore.hash_chain import (
     TOKEN_BYTES,
     Identity,
@@ -25,6 +26,8 @@ from services.kvstore.swa.directory import Location, SwaKey
 
 # Asks the directory for window states; one answer per key, None for none.
 SwaFinder = Callable[[Sequence[SwaKey]], Awaitable[Sequence[Location | None]]]
+# Says how many leading keys of 32 bytes are stored, and why not more; given a first guess.
+StoredFinder = Callable[[Buffer, int], Awaitable[tuple[int, EndedBy]]]
 
 
 @dataclass(frozen=True)
@@ -56,12 +59,19 @@ class PromptMatch:
 
 
 class Matcher:
-    """Matches prompts against one replica."""
+    """Matches prompts against one replica, or against whom `find_stored` asks instead."""
 
-    def __init__(self, cluster_key: bytes, replica: Replica, sessions: SessionChains) -> None:
+    def __init__(
+        self,
+        cluster_key: bytes,
+        replica: Replica,
+        sessions: SessionChains,
+        find_stored: StoredFinder | None = None,
+    ) -> None:
         self._cluster_key = cluster_key
         self._replica = replica
         self._sessions = sessions
+        self._find_stored = find_stored
 
     async def match(
         self, prompt: Prompt, find_swa: SwaFinder, wall_s: int, is_lagging: bool
@@ -79,7 +89,12 @@ class Matcher:
         usable = usable_tokens(prompt.num_tokens, block, prompt.ring_tokens)
         # Blocks past the cap change nothing, but one of them tells "cap" from "absent".
         num_asked = min(usable // block, len(keys) // 32)
-        count, ended_by = self._replica.num_stored(keys[: 32 * num_asked], wall_s, is_lagging)
+        asked = memoryview(keys)[: 32 * num_asked]
+        if self._find_stored is not None:
+            # A follow-up hits nearly all that may be hit: the best first guess.
+            count, ended_by = await self._find_stored(asked, num_asked)
+        else:
+            count, ended_by = self._replica.num_stored(asked, wall_s, is_lagging)
         positions = swa_candidates(count * block, block)
         found: dict[int, Location] = {}
         if positions:

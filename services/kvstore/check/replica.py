@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from services.kvstore.checksums import Buffer
 from services.kvstore.formats import TtlClass
 from services.kvstore.hit_policy import EndedBy
 from services.kvstore.index_table import EPOCH_S, TTL_S, Fields, IndexTable, Stop, new_table
@@ -81,7 +82,7 @@ class Replica:
         """Returns how long ago the copy was known to be level with the log; inf for never."""
         return (now_s - self._heard_s) * 1000
 
-    def num_stored(self, keys: bytes, wall_s: int, is_lagging: bool) -> tuple[int, EndedBy]:
+    def num_stored(self, keys: Buffer, wall_s: int, is_lagging: bool) -> tuple[int, EndedBy]:
         """Returns how many leading blocks (32-byte keys) are stored, and why not more."""
         count, stop = self._table.match_prefix(keys, 32, wall_s, self._ttl_s)
         if stop == Stop.EVICTED:

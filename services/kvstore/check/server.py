@@ -26,6 +26,9 @@ from services.kvstore.swa.server import location_to_proto
 
 log = logging.getLogger(__name__)
 
+# Blocks of one prompt: 16 million tokens in blocks of 128. Their keys travel in the answer.
+_MAX_BLOCKS: Final = 131_072
+_MAX_NOTED_BYTES: Final = 64 << 20
 _DEFAULT_BLOCK: Final = 128
 _DEFAULT_RING: Final = 134
 _CLASS_TO_PROTO: Final = {
@@ -53,7 +56,9 @@ class StoreLink:
         self._address = address
         self._replica = replica
         self._clock = clock
+        self._last: tuple[grpc.aio.Channel, store_pb2_grpc.StoreServiceStub] | None = None
         self._notes: asyncio.Queue[tuple[str, Any]] = asyncio.Queue(maxsize=max_queued)
+        self._noted_bytes = 0
         self.num_dropped_notes = 0
         self.level = asyncio.Event()
 
@@ -64,7 +69,13 @@ class StoreLink:
 
     def _stub(self) -> store_pb2_grpc.StoreServiceStub | None:
         address = self._address()
-        return store_pb2_grpc.StoreServiceStub(self._channels.get(address)) if address else None
+        if not address:
+            return None
+        # A stub makes a callable for every method: too much for each of many small notes.
+        channel = self._channels.get(address)
+        if self._last is None or self._last[0] is not channel:
+            self._last = channel, store_pb2_grpc.StoreServiceStub(channel)
+        return self._last[1]
 
     async def follow(self) -> None:
         """Keeps the replica level with the log, for ever."""
@@ -105,15 +116,18 @@ class StoreLink:
 
     def note(self, method: str, request: Any) -> None:
         """Queues a pin or touch; when the queue is full it is dropped: both are hints."""
-        try:
-            self._notes.put_nowait((method, request))
-        except asyncio.QueueFull:
+        num_bytes = len(request.keys)
+        if self._notes.full() or self._noted_bytes + num_bytes > _MAX_NOTED_BYTES:
             self.num_dropped_notes += 1
+            return
+        self._noted_bytes += num_bytes
+        self._notes.put_nowait((method, request))
 
     async def send_notes(self) -> None:
         """Sends what was noted, for ever."""
         while True:
             method, request = await self._notes.get()
+            self._noted_bytes -= len(request.keys)
             stub = self._stub()
             if stub is None:
                 continue
@@ -150,11 +164,14 @@ class CheckServicer(rpc.CheckServiceServicer):
     ) -> pb.MatchResponse:
         """Matches a prompt."""
         started = time.perf_counter()
-        if len(request.token_ids) % TOKEN_BYTES:
+        # Once: each look at the field copies it, which is 400 KB for 100,000 tokens.
+        token_ids = request.token_ids
+        if len(token_ids) % TOKEN_BYTES:
             raise Failure(Reason.INVALID_REQUEST, "token bytes are whole u32 values")
+        _check_size(len(token_ids) // TOKEN_BYTES, request.block_tokens or _DEFAULT_BLOCK)
         lag_ms = self._replica.lag_ms(self._clock.now_s())
         is_lagging = not self._replica.is_level or lag_ms > self._lagging_after_ms
-        prompt = _prompt_of(request)
+        prompt = _prompt_of(request, token_ids)
         wall_s = int(self._clock.wall_s())
         match = await self._matcher.match(prompt, self._find_swa, wall_s, is_lagging)
         ttl_class = (
@@ -187,7 +204,21 @@ class CheckServicer(rpc.CheckServiceServicer):
         return pb.UnpinResponse()
 
 
-def _prompt_of(request: pb.MatchRequest) -> Prompt:
+def _check_size(num_tokens: int, block_tokens: int) -> None:
+    num_blocks = num_tokens // block_tokens
+    if num_blocks > _MAX_BLOCKS:
+        raise Failure(
+            Reason.INVALID_REQUEST,
+            f"{num_tokens} tokens make {num_blocks} blocks, the limit is {_MAX_BLOCKS}",
+            {
+                "num_tokens": str(num_tokens),
+                "num_blocks": str(num_blocks),
+                "max_blocks": str(_MAX_BLOCKS),
+            },
+        )
+
+
+def _prompt_of(request: pb.MatchRequest, token_ids: bytes) -> Prompt:
     scope: Any = request.scope or "tenant"
     try:
         identity = Identity(
@@ -201,7 +232,7 @@ def _prompt_of(request: pb.MatchRequest) -> Prompt:
     except Uncacheable:
         identity = None
     return Prompt(
-        token_ids=request.token_ids,
+        token_ids=token_ids,
         identity=identity,
         media=tuple(MediaSpan(m.start, m.num_tokens, m.digest) for m in request.media),
         session_id=request.session_id,

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from services.common.clock import SYSTEM_CLOCK, Clock
-from services.kvstore.gc.policy import Waterlines, choose, num_to_evict
+from services.kvstore.gc.policy import ClockGuard, Waterlines, choose, num_to_evict
+from services.kvstore.index_table import EPOCH_S
 
 log = logging.getLogger(__name__)
 
@@ -75,11 +76,29 @@ class Collector:
         self._lines = lines
         self._max_deletes_per_s = max_deletes_per_s
         self._clock = clock
+        self._guard = ClockGuard()
         self._running: asyncio.Task[Collected] | None = None
         self.last_success_s: float | None = None
         self.last = Collected()
+        self.totals = Collected()
+        # What the last pass that made room gave: it stays until another one does.
+        self.retention_s: float | None = None
         self.num_evicted = 0
         self.used_share = 0.0
+
+    @property
+    def holds_for_clock(self) -> bool:
+        """Returns whether nothing is let go for its age, because the wall clock has jumped."""
+        return self._guard.is_holding
+
+    def _believes_clock(self) -> bool:
+        was_holding = self._guard.is_holding
+        believes = self._guard.believes(self._clock.wall_s(), self._clock.now_s())
+        if was_holding == believes:
+            log.warning(
+                "wall clock believed again" if believes else "wall clock jumped: nothing expires"
+            )
+        return believes
 
     async def collect(self, with_orphans: bool = False) -> Collected:
         """Runs a pass, or joins the one that runs."""
@@ -90,7 +109,9 @@ class Collector:
     async def _pass(self, with_orphans: bool) -> Collected:
         done = Collected()
         num_slots, num_used = await self._target.usage()
-        expired = self._target.eviction_order(num_slots, only_expired=True)
+        # Room is made by the order of use, whatever the clock says.
+        believes = self._believes_clock()
+        expired = self._target.eviction_order(num_slots, only_expired=True) if believes else []
         wanted = num_to_evict(num_slots, num_used, len(expired), self._lines)
         if wanted:
             is_emergency = num_used >= self._lines.emergency * num_slots
@@ -98,11 +119,11 @@ class Collector:
             order = self._target.eviction_order(wanted + len(pinned))
             going = choose(order, wanted, pinned, is_emergency)
             is_expired = dict(order)
-            now_epoch = int(self._clock.wall_s()) // 600
+            now_epoch = int(self._clock.wall_s()) // EPOCH_S
             for at in range(0, len(going), _BATCH):
                 batch = going[at : at + _BATCH]
                 for key in batch:
-                    if is_expired[key]:
+                    if believes and is_expired[key]:
                         done.expired += 1
                         continue
                     done.by_waterline += 1
@@ -114,13 +135,21 @@ class Collector:
                 self.num_evicted += await self._target.evict(batch, "gc")
                 if at + _BATCH < len(going):
                     await self._clock.sleep(len(batch) / self._max_deletes_per_s)
-        if with_orphans:
+        if with_orphans and believes:
             done.orphans = await self._target.free_orphans()
         num_slots, num_used = await self._target.usage()
         self.used_share = num_used / num_slots if num_slots else 0.0
-        self.last = done
+        self._note(done)
         self.last_success_s = self._clock.now_s()
         return done
+
+    def _note(self, done: Collected) -> None:
+        self.last = done
+        self.totals.expired += done.expired
+        self.totals.by_waterline += done.by_waterline
+        self.totals.orphans += done.orphans
+        if done.retention_epochs is not None:
+            self.retention_s = done.retention_epochs * EPOCH_S
 
     async def run(self, every_s: float, orphans_every_s: float) -> None:
         """Passes for ever; a failed one is logged and the next tries again."""

@@ -12,6 +12,7 @@ from pelagos.kvstore.v1 import gc_pb2_grpc as rpc
 from services.common.clock import SYSTEM_CLOCK, Clock
 from services.common.service import Runtime, run_service
 from services.kvstore.config import GcConfig
+from services.kvstore.gc.metrics import export_gc_metrics
 from services.kvstore.gc.worker import RefreshedCollector, passes_over, run_passes
 from services.kvstore.storage.keeper import ROLE, MapView
 from services.kvstore.storage.links import Links, NodeLink
@@ -44,7 +45,7 @@ class GcServicer(rpc.GcServiceServicer):
         return pb.GetGcStatusResponse(
             used_share=collector.used_share,
             last_success_age_ms=age_ms,
-            effective_retention_s=(collector.last.retention_epochs or 0) * 600,
+            effective_retention_s=int(collector.retention_s or 0),
             evicted_total=collector.num_evicted,
         )
 
@@ -69,12 +70,7 @@ async def build(runtime: Runtime[GcConfig]) -> None:
     runtime.server.add(rpc.add_GcServiceServicer_to_server, GcServicer(passes, runtime.clock))
     runtime.spawn(view.run(), "placement map")
     runtime.spawn(run_passes(passes, config, runtime.clock), "gc")
-    gauge = runtime.metrics.gauge
-    gauge("used_share", "Share of slots in use").set_function(lambda: collector.used_share)
-    gauge("evicted_blocks", "Blocks evicted").set_function(lambda: collector.num_evicted)
-    gauge("effective_retention_seconds", "Age of the youngest block evicted").set_function(
-        lambda: (collector.last.retention_epochs or 0) * 600
-    )
+    export_gc_metrics(runtime.metrics, collector, runtime.clock)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

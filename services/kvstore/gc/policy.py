@@ -26,6 +26,41 @@ class Waterlines:
             raise ValueError("waterlines: 0 < low < high < reject < emergency <= 1")
 
 
+class ClockGuard:
+    """Says whether the wall clock may be believed when something is let go for its age.
+
+    A clock that jumps by days makes everything look expired. Against the monotonic clock a jump
+    shows; what is beyond `max_jump_s` is believed only once it has lasted for `believed_after_s`,
+    or the process starts anew. Steps below that, as of a clock that is being disciplined, are
+    followed. Source: kvcache-and-balancing.md, section 18, clock jump; P-23.
+    """
+
+    def __init__(self, max_jump_s: float = 300.0, believed_after_s: float = 86_400.0) -> None:
+        self._max_jump_s = max_jump_s
+        self._believed_after_s = believed_after_s
+        self._believed_s: float | None = None  # wall clock less monotonic clock
+        self._jumped_to_s: float | None = None
+        self._jumped_at_s = 0.0
+
+    @property
+    def is_holding(self) -> bool:
+        """Returns whether the clock was not believed when it was last looked at."""
+        return self._jumped_to_s is not None
+
+    def believes(self, wall_s: float, now_s: float) -> bool:
+        """Looks at both clocks; returns whether the wall clock may be gone by."""
+        offset_s = wall_s - now_s
+        if self._believed_s is None or abs(offset_s - self._believed_s) <= self._max_jump_s:
+            self._believed_s, self._jumped_to_s = offset_s, None
+            return True
+        if self._jumped_to_s is None or abs(offset_s - self._jumped_to_s) > self._max_jump_s:
+            self._jumped_to_s, self._jumped_at_s = offset_s, now_s
+        if now_s - self._jumped_at_s < self._believed_after_s:
+            return False
+        self._believed_s, self._jumped_to_s = offset_s, None
+        return True
+
+
 def num_to_evict(num_slots: int, num_used: int, num_expired: int, lines: Waterlines) -> int:
     """Returns how many blocks go: all expired ones; above `high` as many as lead to `low`."""
     if num_used <= lines.high * num_slots:

@@ -98,6 +98,12 @@ class NodeTarget:
         headers = await self._link.headers()
         if pgmap is None or headers is None:
             return 0
+        # What no writer of ours makes, no primary names either.
+        orphans = [
+            ShardRef(h.key16, h.shard, h.put_id)
+            for h in map(ShardHeader.parse, headers)
+            if h is not None and not h.is_usable
+        ]
         before_s = int(self._clock.wall_s()) - _ORPHAN_AGE_S
         old = [h for h in map(ShardHeader.parse, headers) if h and h.created_s <= before_s]
         by_primary: dict[str, list[ShardHeader]] = {}
@@ -106,7 +112,6 @@ class NodeTarget:
             primary = pgmap.primary_of(pgmap.group_of(header.key16), up)
             if primary is not None:
                 by_primary.setdefault(primary, []).append(header)
-        orphans: list[ShardRef] = []
         for primary, some in by_primary.items():
             link = self._links.get(primary)
             if link is not None:

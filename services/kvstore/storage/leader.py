@@ -32,6 +32,9 @@ log = logging.getLogger(__name__)
 
 _PARALLEL_REPAIRS: Final = 8
 _RETRY_REPAIR_S: Final = 1.0
+# A put that is still on its way has shards and no record yet.
+_LEAVINGS_AGE_S: Final = 600
+_RETRY_AUDIT_S: Final = 1.0
 MAX_REPAIRS: Final = 1_000_000
 
 
@@ -84,6 +87,10 @@ class Leader:
         self._known_up: dict[str, str] = {}
         self._known_epoch = 0
         self._changed = asyncio.Event()
+        # Members that are up but did not say what they have: asked again until they do.
+        self._silent: set[str] = set()
+        self._is_auditing = False
+        self._committed_meanwhile: set[bytes] = set()
         self._repairs: dict[bytes, None] = {}
         self._repair_wanted = asyncio.Event()
         self.counts = Counts()
@@ -99,6 +106,11 @@ class Leader:
         """Returns how many blocks wait for repair."""
         return len(self._repairs)
 
+    @property
+    def knows_all(self) -> bool:
+        """Returns whether every member that is up has told what it has, and all of it is taken."""
+        return not (self._changed.is_set() or self._is_auditing or self._silent)
+
     def leads(self, key16: bytes) -> bool:
         """Returns whether this node answers for a key now."""
         pgmap = self._view.pgmap
@@ -107,7 +119,11 @@ class Leader:
     async def run(self) -> None:
         """Follows map and members for ever: takes groups over, gives them up, audits members."""
         while True:
-            await self._changed.wait()
+            try:
+                async with asyncio.timeout(_RETRY_AUDIT_S if self._silent else None):
+                    await self._changed.wait()
+            except TimeoutError:
+                pass
             self._changed.clear()
             pgmap = self._view.pgmap
             if pgmap is None:
@@ -116,20 +132,33 @@ class Leader:
             if self._node not in up:
                 self.led = frozenset()  # our lease is gone: others may lead; the records are kept
                 continue
-            wanted = pgmap.led_by(self._node, up)
-            self._give_up(self._held - wanted, pgmap)
-            taken = wanted - self.led
-            is_news = bool(taken) or pgmap.epoch != self._known_epoch
-            # A node at another address has been away, however short.
-            back = {node for node, where in up.items() if self._known_up.get(node) != where}
-            self.led = self.led & wanted
-            knows_all = await self._audit(pgmap, up if is_news else back, wanted)
-            if not knows_all and not is_news:
-                # A member has shards of a block that no record names: do the others make it whole?
-                await self._audit(pgmap, up, wanted)
-            self.led = self._held = wanted
-            self.counts.taken_over += len(taken)
-            self._known_up, self._known_epoch = up, pgmap.epoch
+            self._is_auditing = True
+            try:
+                await self._follow(pgmap, up)
+            finally:
+                self._is_auditing = False
+                self._committed_meanwhile.clear()
+
+    async def _follow(self, pgmap: PgMap, up: dict[str, str]) -> None:
+        """Leads what this node should lead by the map, with what the members have."""
+        wanted = pgmap.led_by(self._node, up)
+        self._give_up(self._held - wanted, pgmap)
+        taken = wanted - self.led
+        is_news = bool(taken) or pgmap.epoch != self._known_epoch
+        # A node at another address has been away, however short.
+        back = {node for node, where in up.items() if self._known_up.get(node) != where}
+        self.led = self.led & wanted
+        knows_all, silent = await self._audit(pgmap, up if is_news else back, wanted)
+        if not knows_all and not is_news:
+            # A member has shards of a block that no record names: do the others make it whole?
+            _, more = await self._audit(pgmap, up, wanted)
+            silent |= more
+        self.led = self._held = wanted
+        self.counts.taken_over += len(taken)
+        # A member that did not answer counts as not seen, or what only it has stays unknown.
+        self._silent = silent
+        self._known_up = {node: where for node, where in up.items() if node not in silent}
+        self._known_epoch = pgmap.epoch
 
     def _give_up(self, groups: Collection[int], pgmap: PgMap) -> None:
         if not groups:
@@ -147,11 +176,13 @@ class Leader:
             keys += [entries[at + 12 : at + 28] for at in range(0, len(entries), 80)]
         return keys
 
-    async def _audit(self, pgmap: PgMap, nodes: Collection[str], groups: frozenset[int]) -> bool:
+    async def _audit(
+        self, pgmap: PgMap, nodes: Collection[str], groups: frozenset[int]
+    ) -> tuple[bool, set[str]]:
         """Compares the records of the groups with what these nodes have; returns whether every
-        shard they have belongs to a block with a record."""
+        shard they have belongs to a block with a record, and who did not answer."""
         if not nodes or not groups:
-            return True
+            return True, set()
         names = sorted(nodes)
         answers = await asyncio.gather(*(self._headers(node) for node in names))
         found: dict[bytes, dict[int, list[tuple[ShardHeader, str]]]] = defaultdict(dict)
@@ -162,18 +193,60 @@ class Leader:
             asked.add(node)
             for raw in headers:
                 header = ShardHeader.parse(raw)
-                if header is None or pgmap.group_of(header.key16) not in groups:
+                if header is None or not fits(header, pgmap):
+                    continue
+                if pgmap.group_of(header.key16) not in groups:
                     continue
                 # A shard elsewhere than the map says is nobody's; the orphan pass frees it.
                 if pgmap.node_of(header.key16, header.shard) == node:
                     found[header.key16].setdefault(header.put_id, []).append((header, node))
+        leavings: list[tuple[ShardHeader, str]] = []
         for key16 in {*found, *(k for k in self._keys() if pgmap.group_of(k) in groups)}:
-            self._audit_block(pgmap, key16, found.get(key16, {}), asked)
-        return all(self.meta.table.get(key16) is not None for key16 in found)
+            # What was committed while the members answered may be in none of their answers.
+            if key16 not in self._committed_meanwhile:
+                self._audit_block(pgmap, key16, found.get(key16, {}), asked)
+                leavings += self._leavings(pgmap, key16, found.get(key16, {}), asked)
+        await self._erase(leavings, pgmap)
+        knows_all = all(self.meta.table.get(key16) is not None for key16 in found)
+        return knows_all, set(names) - asked
 
     async def _headers(self, node: str) -> list[bytes] | None:
         link = self._links.get(node)
         return await link.headers() if link is not None else None
+
+    def _leavings(
+        self,
+        pgmap: PgMap,
+        key16: bytes,
+        puts: dict[int, list[tuple[ShardHeader, str]]],
+        asked: set[str],
+    ) -> list[tuple[ShardHeader, str]]:
+        """Returns old shards of a block that has gone, too few of a put to be one again.
+
+        A node that was away while a tenant was erased, or a block evicted, brings them back; when
+        the tombstone has gone as well nobody knows their key, and no orphan pass would free them.
+        """
+        fields = self.meta.table.get(key16)
+        is_gone = fields is None or fields[5] > State.DEGRADED
+        if not is_gone or not asked >= pgmap.members_of(key16):
+            return []
+        before_s = int(self._clock.wall_s()) - _LEAVINGS_AGE_S
+        return [
+            found
+            for shards in puts.values()
+            if len(shards) < pgmap.profile.k
+            for found in shards
+            if found[0].created_s <= before_s
+        ]
+
+    async def _erase(self, leavings: Sequence[tuple[ShardHeader, str]], pgmap: PgMap) -> None:
+        by_node: dict[str, list[ShardRef]] = defaultdict(list)
+        for header, node in leavings:
+            by_node[node].append(ShardRef(header.key16, header.shard, header.put_id))
+        links = ((self._links.get(node), refs) for node, refs in by_node.items())
+        await asyncio.gather(
+            *(link.delete(refs, pgmap.epoch, erase=True) for link, refs in links if link)
+        )
 
     def _audit_block(
         self,
@@ -183,10 +256,20 @@ class Leader:
         asked: set[str],
     ) -> None:
         fields = self.meta.table.get(key16)
+        whole = [shards for shards in puts.values() if len(shards) >= pgmap.profile.k]
         if fields is not None and fields[5] > State.DEGRADED:
-            return
+            # Evicted; but a put of another name came after that, or the log has lost its record.
+            whole = [shards for shards in whole if shards[0][0].put_id != fields[0]]
+            if not whole:
+                return
+            self.meta.remove([key16])
+            fields = None
+        is_gone = fields is not None and fields[0] not in puts
+        if is_gone and whole and asked >= pgmap.members_of(key16):
+            # The log is older than the disks: its put was replaced, and nobody has it any more.
+            self.meta.remove([key16])
+            fields = None
         if fields is None:
-            whole = [shards for shards in puts.values() if len(shards) >= pgmap.profile.k]
             if not whole:
                 return
             best = max(whole, key=lambda shards: (len(shards), shards[0][0].created_s))
@@ -215,6 +298,8 @@ class Leader:
             return CommitStatus.REFUSED, 0, None
         state = _state_of(record.shards, pgmap)
         done = self.meta.commit(key16, Record(**{**record.__dict__, "state": state}))
+        if self._is_auditing:
+            self._committed_meanwhile.add(key16)
         if done.outcome is CommitOutcome.EXISTS:
             return CommitStatus.EXISTS, done.put_id, None
         if num < pgmap.profile.num_shards:
@@ -228,7 +313,9 @@ class Leader:
         assert pgmap is not None
         await self._delete({put_id: [key16]}, pgmap)
 
-    async def _delete(self, keys_by_put: dict[int, list[bytes]], pgmap: PgMap) -> None:
+    async def _delete(
+        self, keys_by_put: dict[int, list[bytes]], pgmap: PgMap, erase: bool = False
+    ) -> None:
         by_node: dict[str, list[ShardRef]] = defaultdict(list)
         for put_id, keys in keys_by_put.items():
             for key16 in keys:
@@ -238,7 +325,7 @@ class Leader:
         for node, refs in by_node.items():
             link = self._links.get(node)
             if link is not None:
-                deletes.append(link.delete(refs, pgmap.epoch))
+                deletes.append(link.delete(refs, pgmap.epoch, erase))
         await asyncio.gather(*deletes)
 
     # ---- repair -------------------------------------------------------------------------------
@@ -262,6 +349,23 @@ class Leader:
         if bitmap != fields[4]:
             self.meta.set_shards(key16, put_id, bitmap, _state_of(bitmap, pgmap))
         return self.want_repair(key16)
+
+    async def tell_primaries(self, refs: Sequence[ShardRef]) -> None:
+        """Reports bad shards of this node to whoever leads their groups; for its scrub.
+
+        A primary that is away learns of them when it has audited this node again.
+        """
+        pgmap, up = self._view.pgmap, self._view.up()
+        if pgmap is None:
+            return
+        for ref in refs:
+            primary = pgmap.primary_of(pgmap.group_of(ref.key16), up)
+            if primary == self._node:
+                self.report_bad(ref.key16, ref.put_id, ref.shard)
+            elif primary is not None:
+                link = self._links.get(primary)
+                if link is not None:
+                    await link.report_bad(ref, "scrub")
 
     async def repair(self) -> None:
         """Repairs what is queued, for ever, no faster than the budget."""
@@ -351,17 +455,24 @@ class Leader:
             return 0
         by_put: dict[int, list[bytes]] = defaultdict(list)
         for key16 in keys16:
-            if self.leads(key16) and self.meta.get(key16) is not None:
+            if self.leads(key16) and self.meta.get(key16, even_expired=True) is not None:
                 fields = self.meta.set_state(key16, State.EVICTING)
                 if fields is not None:
                     by_put[fields[0]].append(key16)
                 self._repairs.pop(key16, None)
-        await self._delete(by_put, pgmap)
-        going = [key16 for keys in by_put.values() for key16 in keys]
-        for key16 in going:
-            self.meta.set_state(key16, State.TOMBSTONE)
-        log.info("blocks evicted", extra={"num_blocks": len(going), "why": reason})
-        return len(going)
+        await self._delete(by_put, pgmap, erase=reason == "tenant")
+        for put_id, keys in by_put.items():
+            for key16 in keys:
+                self.meta.bury(key16, put_id)
+        num_evicted = sum(map(len, by_put.values()))
+        log.info("blocks evicted", extra={"num_blocks": num_evicted, "why": reason})
+        return num_evicted
+
+
+def fits(header: ShardHeader, pgmap: PgMap) -> bool:
+    """Returns whether a shard is one of a stripe as the map has them."""
+    profile = pgmap.profile
+    return header.is_usable and (header.k, header.m) == (profile.k, profile.m)
 
 
 def _bitmap(shards: Iterable[int]) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Final
 
 from pelagos.kvstore.v1 import storage_pb2 as pb
@@ -19,9 +20,14 @@ from services.kvstore.backends.base import PutStatus, ReadStatus, ShardRef
 from services.kvstore.placement import SHARD_HEADER_BYTES
 
 _MAX_BATCH: Final = 64
+# Of shards in one message, well below what a message may hold.
+_MAX_BATCH_BYTES: Final = 8 << 20
+_REFS_AT_ONCE: Final = 8_192
 _EWMA: Final = 0.2
 _TIMEOUT_S: Final = 5.0
 _LIST_TIMEOUT_S: Final = 120.0
+# A node that is frozen keeps its connection: silence between two parts is what tells it.
+_LIST_SILENCE_S: Final = 10.0
 _READ: Final = {
     pb.SHARD_STATUS_OK: ReadStatus.OK,
     pb.SHARD_STATUS_ABSENT: ReadStatus.ABSENT,
@@ -47,8 +53,12 @@ class NodeLink:
         address: str,
         clock: Clock = SYSTEM_CLOCK,
         timeout_s: float = _TIMEOUT_S,
+        largest_bytes: int = 0,
     ) -> None:
         self.address = address
+        # Shards asked for in one message: as many as fit into the answer when all are the largest.
+        fitting = _MAX_BATCH_BYTES // largest_bytes if largest_bytes else _MAX_BATCH
+        self._max_gets = max(1, min(fitting, _MAX_BATCH))
         self._timeout_s = timeout_s
         self.storage = rpc.StorageServiceStub(channels.get(address))
         self.meta = rpc.MetaServiceStub(channels.get(address))
@@ -85,8 +95,8 @@ class NodeLink:
 
     def _send_gets(self) -> None:
         waiting, self._gets = self._gets, []
-        for at in range(0, len(waiting), _MAX_BATCH):
-            self._spawn(self._get_batch(waiting[at : at + _MAX_BATCH]))
+        for at in range(0, len(waiting), self._max_gets):
+            self._spawn(self._get_batch(waiting[at : at + self._max_gets]))
 
     async def _get_batch(
         self, batch: Sequence[tuple[ShardRef, asyncio.Future[tuple[bytes | None, ReadStatus]]]]
@@ -109,8 +119,15 @@ class NodeLink:
 
     def _send_puts(self) -> None:
         waiting, self._puts = self._puts, []
-        for at in range(0, len(waiting), _MAX_BATCH):
-            self._spawn(self._put_batch(waiting[at : at + _MAX_BATCH]))
+        while waiting:
+            count = num_bytes = 0
+            for shard, _, _ in waiting[:_MAX_BATCH]:
+                num_bytes += len(shard)
+                if count and num_bytes > _MAX_BATCH_BYTES:
+                    break
+                count += 1
+            self._spawn(self._put_batch(waiting[:count]))
+            waiting = waiting[count:]
 
     async def _put_batch(
         self, batch: Sequence[tuple[bytes, bool, asyncio.Future[PutStatus | None]]]
@@ -136,31 +153,44 @@ class NodeLink:
     def _measure(self, spent_s: float) -> None:
         self.latency_s += _EWMA * (spent_s - self.latency_s)
 
-    async def delete(self, refs: Sequence[ShardRef], epoch: int) -> int:
-        """Frees shards; returns how many, 0 when the node is away (its orphans go later)."""
-        request = pb.DeleteShardsRequest(shards=[ref_to_proto(ref) for ref in refs], epoch=epoch)
-        try:
-            answer = await call(self.storage.DeleteShards, request, timeout_s=self._timeout_s)
-            return int(answer.deleted)
-        except Failure:
-            return 0
+    async def delete(self, refs: Sequence[ShardRef], epoch: int, erase: bool = False) -> int:
+        """Frees shards; returns how many, fewer when the node is away (its orphans go later)."""
+        num_deleted = 0
+        for at in range(0, len(refs), _REFS_AT_ONCE):
+            shards = [ref_to_proto(ref) for ref in refs[at : at + _REFS_AT_ONCE]]
+            request = pb.DeleteShardsRequest(shards=shards, epoch=epoch, erase=erase)
+            try:
+                answer = await call(self.storage.DeleteShards, request, timeout_s=self._timeout_s)
+            except Failure:
+                break
+            num_deleted += int(answer.deleted)
+        return num_deleted
+
+    async def report_bad(self, ref: ShardRef, why: str) -> None:
+        """Tells the node, as the primary of a shard's group, that the shard is missing or bad."""
+        request = pb.ReportShardRequest(shard=ref_to_proto(ref), reason=why)
+        with suppress(Failure):
+            await call(self.meta.ReportShard, request, timeout_s=self._timeout_s)
 
     async def headers(self, group: int = -1) -> list[bytes] | None:
-        """Returns the headers of the node's shards; None when it is away."""
+        """Returns the headers of the node's shards; None when it is away or says nothing more."""
         found: list[bytes] = []
         request = pb.ListShardsRequest(pg=group)
         try:
             async with stream_call(
                 self.storage.ListShards, request, timeout_s=_LIST_TIMEOUT_S
             ) as stream:
-                async for part in stream:
+                while True:
+                    async with asyncio.timeout(_LIST_SILENCE_S):
+                        part = await stream.read()
+                    if part is None:
+                        return found
                     found += [
                         part.headers[at : at + SHARD_HEADER_BYTES]
                         for at in range(0, len(part.headers), SHARD_HEADER_BYTES)
                     ]
-        except Failure:
+        except (Failure, TimeoutError):
             return None
-        return found
 
     async def close(self) -> None:
         """Ends what is on its way."""
@@ -178,7 +208,9 @@ class Links:
         address_of: Callable[[str], str | None],
         clock: Clock = SYSTEM_CLOCK,
         timeout_s: float = _TIMEOUT_S,
+        largest_bytes: int = 0,
     ) -> None:
+        self._largest_bytes = largest_bytes  # of a shard; 0 when it is small
         self._timeout_s = timeout_s
         self._channels = channels
         self._address_of = address_of
@@ -193,7 +225,7 @@ class Links:
         link = self._links.get(node)
         if link is None or link.address != address:
             link = self._links[node] = NodeLink(
-                self._channels, address, self._clock, self._timeout_s
+                self._channels, address, self._clock, self._timeout_s, self._largest_bytes
             )
         return link
 

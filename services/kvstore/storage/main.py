@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,10 +10,15 @@ from pathlib import Path
 from pelagos.kvstore.v1 import storage_pb2_grpc
 
 from services.common.clock import Clock
+from services.common.config import ConfigError
 from services.common.service import Runtime, run_service
 from services.kvstore.backends.local import LocalBackend, LocalBackendConfig
-from services.kvstore.config import GcConfig, StorageNodeConfig
+from services.kvstore.config import NODE_ID, GcConfig, StorageNodeConfig
+from services.kvstore.folders import using
+from services.kvstore.gc.metrics import export_gc_metrics
 from services.kvstore.gc.worker import passes_over, run_passes
+from services.kvstore.index_table import EPOCH_S
+from services.kvstore.memory import keep_freed
 from services.kvstore.placement import Profile
 from services.kvstore.storage.keeper import ROLE, MapKeeper, MapView
 from services.kvstore.storage.leader import Leader
@@ -32,28 +38,35 @@ def node_id_of(config: StorageNodeConfig) -> str:
     if not file.exists():
         file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         file.write_text(f"node-{secrets.token_hex(6)}")
-    return file.read_text().strip()
+    node = file.read_text(errors="replace").strip()
+    if not re.fullmatch(NODE_ID, node):
+        raise ConfigError(f"{file} does not hold a node's name: remove it, or give node_id")
+    return node
 
 
 async def build(runtime: Runtime[StorageNodeConfig]) -> None:
     """Wires the process."""
     config = runtime.config
     profile = Profile.parse(config.profile)
-    node = node_id_of(config)
-    backend = await LocalBackend.open(
-        LocalBackendConfig(
-            dir=config.dir / "segments",
-            capacity_bytes=config.capacity_bytes,
-            segment_bytes=config.segment_bytes,
-            payload_bytes=config.payload_bytes,
-            profile=profile,
-        ),
-        runtime.clock,
-    )
-    runtime.on_stop(backend.close)
-    meta = Meta(config.dir / "meta.log", runtime.clock.wall_s)
+    with using(config.dir):
+        node = node_id_of(config)
+        backend = await LocalBackend.open(
+            LocalBackendConfig(
+                dir=config.dir / "segments",
+                capacity_bytes=config.capacity_bytes,
+                segment_bytes=config.segment_bytes,
+                payload_bytes=config.payload_bytes,
+                profile=profile,
+                cluster=config.runtime.cluster,
+            ),
+            runtime.clock,
+        )
+        runtime.on_stop(backend.close)
+        meta = Meta(config.dir / "meta.log", runtime.clock.wall_s)
     view = MapView(runtime.store, runtime.keys, runtime.view, runtime.clock)
-    links = Links(runtime.channels, view.address_of, runtime.clock)
+    links = Links(
+        runtime.channels, view.address_of, runtime.clock, largest_bytes=config.payload_bytes
+    )
     leader = Leader(
         node,
         meta,
@@ -62,7 +75,9 @@ async def build(runtime: Runtime[StorageNodeConfig]) -> None:
         repair_bytes_per_s=config.repair_bytes_per_s,
         clock=runtime.clock,
     )
-    storage = StorageServicer(node, backend, view, leader, config.scrub_bytes_per_s, config.lines)
+    storage = StorageServicer(
+        node, backend, view, leader, config.scrub_bytes_per_s, config.lines, runtime.clock
+    )
     records = MetaServicer(leader, view, runtime.clock)
     everything = ("*",)
     runtime.server.add(
@@ -96,11 +111,13 @@ async def build(runtime: Runtime[StorageNodeConfig]) -> None:
     runtime.spawn(keeper.run(config.keeper_every_s), "map keeper")
     runtime.spawn(leader.run(), "lead groups")
     runtime.spawn(leader.repair(), "repair")
+    runtime.spawn(purge(meta, runtime.clock), "purge tombstones")
     if config.gc_every_s > 0:
         worker = GcConfig(lines=config.lines, every_s=config.gc_every_s)
         link = NodeLink(runtime.channels, runtime.address, runtime.clock)
         passes = passes_over(link, links, view, worker, runtime.clock)
         runtime.spawn(run_passes(passes, worker, runtime.clock), "gc")
+        export_gc_metrics(runtime.metrics, passes.collector, runtime.clock)
     if config.scrub_bytes_per_s > 0:
         runtime.spawn(scrub(backend, leader, config, runtime.clock), "scrub")
     started = f"{runtime.clock.wall_s():.6f}"
@@ -125,13 +142,21 @@ async def build(runtime: Runtime[StorageNodeConfig]) -> None:
 async def scrub(
     backend: LocalBackend, leader: Leader, config: StorageNodeConfig, clock: Clock
 ) -> None:
-    """Reads everything every seven days; an audit of this node then finds what is missing."""
+    """Reads everything every seven days; whoever leads what was found bad repairs it."""
     while True:
         await clock.sleep(_SCRUB_EVERY_S)
-        await backend.scrub(config.scrub_bytes_per_s)
-        leader.poke()
+        report = await backend.scrub(config.scrub_bytes_per_s)
+        await leader.tell_primaries([ref for ref, _ in report.bad])
+
+
+async def purge(meta: Meta, clock: Clock) -> None:
+    """Forgets tombstones whose time is over, for ever."""
+    while True:
+        await clock.sleep(EPOCH_S)
+        meta.purge_tombstones()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the process until it is told to stop."""
+    keep_freed()
     return run_service("storage-node", StorageNodeConfig, build, argv)

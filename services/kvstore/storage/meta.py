@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import errno
 import os
 import secrets
 from collections import deque
@@ -37,10 +38,13 @@ from services.kvstore.index_table import (
     new_table,
 )
 
+_MAX_DAMAGES: Final = 4096  # entries skipped before the rest of a log is given up
 _MAX_TAIL_BYTES: Final = 8 << 20
 _SNAPSHOT_ENTRIES: Final = 8192
 _TOMBSTONE_EPOCHS: Final = 2  # at least 600 s, counted in whole epochs
 MAX_PINS: Final = 100_000
+_MAX_PINNED_BYTES: Final = 256 << 20  # of the keys that pins name
+_LAPSE_EVERY_S: Final = 1.0
 
 
 class CommitOutcome(enum.Enum):
@@ -95,6 +99,8 @@ class Meta:
         self._tail_bytes = 0
         self._news = asyncio.Event()
         self._pins: dict[str, tuple[float, bytes]] = {}
+        self._pinned_bytes = 0
+        self._next_lapse_s = float("-inf")
         self._file = -1
         self._file_entries = 0
         if path is not None:
@@ -105,25 +111,49 @@ class Meta:
     def _load(self, path: Path) -> None:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         log = path.read_bytes() if path.exists() else b""
-        _, last_seq = self.table.apply_log(log)
-        self.next_seq = last_seq + 1
-        self._rewrite()
+        self.next_seq = self._apply(log) + 1
+        try:
+            self._rewrite()
+        except OSError as error:
+            # A disk without room must not keep a node from starting (P-34): go on behind the end.
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            self._file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+            self._file_entries = len(log) // LOG_ENTRY_BYTES
+
+    def _apply(self, log: bytes) -> int:
+        """Takes over a log, without its damaged entries; returns the last number in it."""
+        at = last_seq = 0
+        for _ in range(_MAX_DAMAGES):
+            consumed, seq = self.table.apply_log(log[at:])
+            last_seq = max(last_seq, seq)
+            at += consumed + LOG_ENTRY_BYTES
+            if at >= len(log):
+                break
+        return last_seq
 
     def _rewrite(self) -> None:
-        """Writes the log anew with only what is there; also cuts off a damaged end."""
+        """Writes the log anew with only what is there; also leaves out what is damaged."""
         assert self._path is not None
         new = self._path.with_suffix(".new")
         file = os.open(new, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o600)
         cursor: int | None = 0
-        while cursor is not None:
-            part, cursor = self.table.snapshot(cursor, _SNAPSHOT_ENTRIES, self.next_seq)
-            os.write(file, part)
-        os.fdatasync(file)
-        os.rename(new, self._path)
+        num_bytes = 0
+        try:
+            while cursor is not None:
+                part, cursor = self.table.snapshot(cursor, _SNAPSHOT_ENTRIES, self.next_seq)
+                _write_all(file, part, num_bytes)
+                num_bytes += len(part)
+            os.fdatasync(file)
+            os.rename(new, self._path)
+        except OSError:
+            os.close(file)
+            raise
+        _sync_folder(self._path.parent)
         if self._file >= 0:
             os.close(self._file)
         self._file = file
-        self._file_entries = len(self.table)
+        self._file_entries = num_bytes // LOG_ENTRY_BYTES
 
     def _append(self, entries: bytes) -> None:
         """Makes entries part of the log: file, tail, followers."""
@@ -132,7 +162,7 @@ class Meta:
         count = len(entries) // LOG_ENTRY_BYTES
         if self._file >= 0:
             try:
-                os.pwrite(self._file, entries, self._file_entries * LOG_ENTRY_BYTES)
+                _write_all(self._file, entries, self._file_entries * LOG_ENTRY_BYTES)
                 self._file_entries += count
                 if self._file_entries > 4 * len(self.table) + 65_536:
                     self._rewrite()
@@ -166,14 +196,21 @@ class Meta:
         """Returns the access epoch of now."""
         return int(self._wall_s()) // EPOCH_S
 
-    def get(self, key16: bytes) -> Fields | None:
+    def get(self, key16: bytes, even_expired: bool = False) -> Fields | None:
         """Returns the record of a block that can be read now, else None."""
         fields = self.table.get(key16)
         if fields is None or fields[5] > State.DEGRADED:
             return None
+        if even_expired:
+            return fields
         return (
             None if is_expired(fields[3], fields[6], int(self._wall_s()), self._ttl_s) else fields
         )
+
+    def is_of(self, key16: bytes, put_id: int) -> bool:
+        """Returns whether the record of a key, whatever its state, is that of a put."""
+        fields = self.table.get(key16)
+        return fields is not None and fields[0] == put_id
 
     def has(self, key16: bytes) -> bool:
         """Returns whether the block can be read now."""
@@ -244,6 +281,12 @@ class Meta:
         self._set(key16, (old[0], old[1], old[2], epoch, old[4], int(state), old[6], old[7]))
         return old
 
+    def bury(self, key16: bytes, put_id: int) -> None:
+        """Makes the record of an evicted put a tombstone, unless another put has come meanwhile."""
+        now = self.table.get(key16)
+        if now is not None and (now[0], now[5]) == (put_id, State.EVICTING):
+            self.set_state(key16, State.TOMBSTONE)
+
     def set_shards(self, key16: bytes, put_id: int, shards: int, state: State) -> bool:
         """Changes which shards of a put are there; False when another put is in force."""
         old = self.table.get(key16)
@@ -284,14 +327,19 @@ class Meta:
 
     def pin(self, pin_id: str, keys16: bytes, ttl_s: float, now_s: float) -> int:
         """Holds blocks against eviction until `now_s + ttl_s`; no keys release the pin."""
-        self._lapse(now_s)
-        if not keys16:
-            self._pins.pop(pin_id, None)
-            return 0
-        if len(self._pins) >= MAX_PINS and pin_id not in self._pins:
+        if now_s >= self._next_lapse_s:  # not each time: all pins are looked at
+            self._lapse(now_s)
+        self._unpin(pin_id)
+        room = _MAX_PINNED_BYTES - self._pinned_bytes
+        if not keys16 or len(self._pins) >= MAX_PINS or len(keys16) > room:
             return 0  # a hint, not a promise: eviction goes by age anyway
         self._pins[pin_id] = (now_s + ttl_s, keys16)
+        self._pinned_bytes += len(keys16)
         return len(keys16) // 16
+
+    def _unpin(self, pin_id: str) -> None:
+        _, keys16 = self._pins.pop(pin_id, (0.0, b""))
+        self._pinned_bytes -= len(keys16)
 
     def renew_pin(self, pin_id: str, ttl_s: float, now_s: float) -> None:
         """Gives a pin that is still held new life."""
@@ -307,8 +355,9 @@ class Meta:
         }
 
     def _lapse(self, now_s: float) -> None:
+        self._next_lapse_s = now_s + _LAPSE_EVERY_S
         for pin_id in [name for name, (until_s, _) in self._pins.items() if until_s <= now_s]:
-            del self._pins[pin_id]
+            self._unpin(pin_id)
 
     # ---- followers ----------------------------------------------------------------------------
 
@@ -355,3 +404,18 @@ class Meta:
                 break
             parts.append(entries[max(seq - first, 0) * LOG_ENTRY_BYTES :])
         return b"".join(reversed(parts))
+
+
+def _write_all(file: int, data: bytes, offset: int) -> None:
+    """Writes all of it. Raises OSError; what was written in part is overwritten by the next."""
+    if os.pwrite(file, data, offset) != len(data):
+        raise OSError(errno.ENOSPC, "cut short")
+
+
+def _sync_folder(folder: Path) -> None:
+    """Makes a rename in it durable."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,28 +1,39 @@
 """One node's disk and metadata together: what an embedded store and a storage node are made of.
 
-Opening reconciles the two: a record without its shard is forgotten, a shard without a record is
-taken up from its header (metadata is reconstructible), unless a tombstone says it was evicted.
+Opening reconciles the two: where records name shards that the disk's index does not, the slots are
+looked through once more; a record without its shard is then forgotten, and a shard without a record
+is taken up from its header (metadata is reconstructible), unless a tombstone says it was evicted.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol, runtime_checkable
 
 from services.common.clock import SYSTEM_CLOCK, Clock
 from services.kvstore.backends.base import BlockBackend, ShardRef
-from services.kvstore.formats import ObjectHeader, Record, ShardHeader, State
+from services.kvstore.formats import LOG_ENTRY_BYTES, ObjectHeader, Record, ShardHeader, State
 from services.kvstore.index_table import EPOCH_S
-from services.kvstore.placement import OBJECT_HEADER_BYTES, SHARD_HEADER_BYTES
+from services.kvstore.placement import OBJECT_HEADER_BYTES, SHARD_HEADER_BYTES, WHOLE
 from services.kvstore.storage.meta import Meta
 
 log = logging.getLogger(__name__)
 
 # A put that is still on its way has shards and no record yet.
 _ORPHAN_AGE_S: Final = 600
+
+
+@runtime_checkable
+class Rescans(Protocol):
+    """A backend whose places say by themselves what they hold."""
+
+    async def rescan(self) -> int:
+        """Takes up shards that lie on the medium and that its index does not name; returns how
+        many. For an owner whose records say that some are missing, before its first put."""
+        ...
 
 
 class Node:
@@ -45,30 +56,45 @@ class Node:
         return node
 
     async def _reconcile(self) -> None:
-        seen: set[tuple[bytes, int]] = set()
-        stray: list[ShardHeader] = []
+        found = await self._headers()
+        lost = self._lost(found)
+        if lost and isinstance(self.backend, Rescans) and await self.backend.rescan():
+            found = await self._headers()
+            lost = self._lost(found)
+        self.num_lost = self.meta.remove(lost)
+        # Only now: the log may name a put of the key that another one has replaced since. And it
+        # may end with the eviction of a put after which the key was put again.
+        stray = [header for header in found.values() if self._is_stray(header)]
+        self.meta.remove([header.key16 for header in stray])
+        # Newest first: of two puts of one key the later one was acknowledged last.
+        for header in sorted(stray, key=lambda h: h.created_s, reverse=True):
+            self.num_adopted += self.meta.adopt(header.key16, record_of(header))
+
+    async def _headers(self) -> dict[tuple[bytes, int], ShardHeader]:
+        found = {}
         async for headers in self.backend.list_headers():
             for at in range(0, len(headers), SHARD_HEADER_BYTES):
                 header = ShardHeader.parse(headers[at : at + SHARD_HEADER_BYTES])
-                if header is None:
-                    continue
-                seen.add((header.key16, header.put_id))
-                fields = self.meta.table.get(header.key16)
-                if fields is None:
-                    stray.append(header)
+                if header is not None and is_whole(header):
+                    found[header.key16, header.put_id] = header
+        return found
+
+    def _is_stray(self, header: ShardHeader) -> bool:
+        fields = self.meta.table.get(header.key16)
+        return fields is None or (fields[5] > State.DEGRADED and fields[0] != header.put_id)
+
+    def _lost(self, found: Container[tuple[bytes, int]]) -> list[bytes]:
+        """Returns the keys of live records whose shard is not among these."""
+        lost: list[bytes] = []
         cursor: int | None = 0
-        lost = []
         while cursor is not None:
             entries, cursor = self.meta.table.snapshot(cursor, 8192, 0)
-            for at in range(0, len(entries), 80):
+            for at in range(0, len(entries), LOG_ENTRY_BYTES):
                 key16 = entries[at + 12 : at + 28]
                 fields = self.meta.table.get(key16)
-                if fields and fields[5] <= State.DEGRADED and (key16, fields[0]) not in seen:
+                if fields and fields[5] <= State.DEGRADED and (key16, fields[0]) not in found:
                     lost.append(key16)
-        self.num_lost = self.meta.remove(lost)
-        # Newest first: of two puts of one key the later one was acknowledged last.
-        for header in sorted(stray, key=lambda h: h.created_s, reverse=True):
-            self.num_adopted += self.meta.adopt(header.key16, _record_of(header))
+        return lost
 
     # ---- what garbage collection asks ---------------------------------------------------------
 
@@ -94,12 +120,13 @@ class Node:
         """Evicts blocks: nothing reads them from here on, then their slots are free."""
         refs = []
         for key16 in keys16:
-            fields = self.meta.set_state(key16, State.EVICTING)
+            fields = self.meta.get(key16, even_expired=True)
             if fields is not None:
+                self.meta.set_state(key16, State.EVICTING)
                 refs += [ShardRef(key16, j, fields[0]) for j in range(16) if fields[4] >> j & 1]
         await self.backend.delete_shards(refs)
-        for key16 in keys16:
-            self.meta.set_state(key16, State.TOMBSTONE)
+        for ref in refs:
+            self.meta.bury(ref.key16, ref.put_id)
         log.info("blocks evicted", extra={"num_blocks": len(refs), "why": reason})
         return len(refs)
 
@@ -127,7 +154,10 @@ class Node:
         return await self.backend.delete_shards(orphans) if orphans else 0
 
     async def delete_tenant(self, tag: bytes) -> int:
-        """Erases every block that carries the tag; returns how many. No tombstone is left."""
+        """Erases every block that carries the tag; returns how many. No tombstone is left.
+
+        Raises: StorageAway when the bytes of some may still be there.
+        """
         going: list[tuple[bytes, ShardRef]] = []
         async for headers in self.backend.list_headers():
             for at in range(0, len(headers), SHARD_HEADER_BYTES):
@@ -144,8 +174,12 @@ class Node:
                 )
                 if found is not None and found.tenant_tag == tag:
                     going.append((header.key16, ref))
-        self.meta.remove([key16 for key16, _ in going])
-        await self.backend.delete_shards([ref for _, ref in going])
+        try:
+            await self.backend.delete_shards([ref for _, ref in going], erase=True)
+        finally:
+            # After it, for a put may have been committed meanwhile; one of another name keeps its
+            # record. A read in between finds nothing and forgets the block just so.
+            self.meta.remove([key16 for key16, ref in going if self.meta.is_of(key16, ref.put_id)])
         await self.backend.sync()
         return len(going)
 
@@ -160,7 +194,13 @@ class Node:
         await asyncio.to_thread(self.meta.close)
 
 
-def _record_of(header: ShardHeader) -> Record:
+def is_whole(header: ShardHeader) -> bool:
+    """Returns whether a shard is a block stored whole that a record can name."""
+    return header.is_usable and (header.k, header.m) == (WHOLE.k, WHOLE.m)
+
+
+def record_of(header: ShardHeader) -> Record:
+    """Returns the record of a block stored whole, rebuilt from its shard."""
     return Record(
         put_id=header.put_id,
         block_index=header.block_index,

@@ -47,6 +47,10 @@ class PgMap:
         """Returns the node that holds a shard of a key."""
         return self.groups[self.group_of(key)][member_of_shard(key, shard, self.profile)]
 
+    def members_of(self, key: bytes) -> frozenset[str]:
+        """Returns all nodes that hold shards of a key."""
+        return frozenset(self.groups[self.group_of(key)])
+
     def primary_of(self, group: int, up: Collection[str]) -> str | None:
         """Returns the first member that is up; None when none is."""
         return next((node for node in self.groups[group] if node in up), None)
@@ -145,5 +149,5 @@ def from_values(values: Mapping[str, bytes]) -> PgMap | None:
         if len(groups) != head["num_groups"] or set(sizes) != {profile.num_shards}:
             return None
         return PgMap(int(head["epoch"]), profile, tuple(groups))
-    except (ValueError, KeyError, IndexError, TypeError):
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError):
         return None

@@ -12,13 +12,19 @@ from pelagos.kvstore.v1 import storage_pb2_grpc as rpc
 
 from services.common.clock import SYSTEM_CLOCK, Clock
 from services.common.errors import Failure, Reason
-from services.kvstore.backends.base import BlockBackend, PutStatus, ReadStatus, ShardRef
-from services.kvstore.formats import Record, ShardHeader
+from services.kvstore.backends.base import (
+    BlockBackend,
+    PutStatus,
+    ReadStatus,
+    ShardRef,
+    StorageAway,
+)
+from services.kvstore.formats import MAX_FLAGS, MAX_SHARDS, Record, ShardHeader, is_class
 from services.kvstore.gc.policy import Waterlines, admits_put
+from services.kvstore.limits import check_number, pin_life_s
 from services.kvstore.placement import SHARD_HEADER_BYTES
 from services.kvstore.storage.keeper import MapView
-from services.kvstore.storage.leader import CommitStatus, Leader
-from services.kvstore.store.blocks import PIN_TTL_S
+from services.kvstore.storage.leader import CommitStatus, Leader, fits
 
 _PUT: Final = {
     PutStatus.BUFFERED: pb.SHARD_STATUS_BUFFERED,
@@ -32,6 +38,9 @@ _COMMIT: Final = {
     CommitStatus.REFUSED: pb.COMMIT_STATUS_REFUSED,
 }
 _HEARTBEAT_S: Final = 1.0
+# How far a writer's map may be ahead of ours, and for how long that counts unless ours follows.
+_MAX_EPOCHS_AHEAD: Final = 64
+_AHEAD_S: Final = 30.0
 _MAX_REFS: Final = 1024
 
 
@@ -43,9 +52,13 @@ def ref_of(message: pb.ShardRef) -> ShardRef:
 
 
 def keys_of(keys16: bytes) -> list[bytes]:
-    """Returns the index keys. Raises Failure for other lengths."""
+    """Returns the index keys.
+
+    Raises: Failure(INVALID_REQUEST) for other lengths, or more keys than one message may hold.
+    """
     if len(keys16) % 16:
         raise Failure(Reason.INVALID_REQUEST, "index keys have 16 bytes each")
+    check_number(len(keys16) // 16)
     return [keys16[at : at + 16] for at in range(0, len(keys16), 16)]
 
 
@@ -60,26 +73,47 @@ class StorageServicer(rpc.StorageServiceServicer):
         leader: Leader,
         scrub_bytes_per_s: float,
         lines: Waterlines,
+        clock: Clock = SYSTEM_CLOCK,
     ) -> None:
+        self._clock = clock
         self._node = node
         self._backend = backend
         self._view = view
         self._leader = leader
         self._scrub_bytes_per_s = scrub_bytes_per_s
         self._lines = lines
-        self._epoch = 0
+        self._ahead = 0  # epoch of a writer whose map is newer than ours
+        self._ahead_until_s = float("-inf")
         self.num_bad = 0
 
-    def _fence(self, epoch: int) -> None:
-        """Refuses a writer with an older map, and learns of a newer one."""
+    @property
+    def _epoch(self) -> int:
         known = self._view.pgmap.epoch if self._view.pgmap is not None else 0
-        self._epoch = max(self._epoch, known, epoch)
-        if epoch < self._epoch:
+        is_ahead = self._clock.now_s() < self._ahead_until_s
+        return max(known, self._ahead) if is_ahead else known
+
+    def _fence(self, epoch: int) -> None:
+        """Refuses a writer with an older map, and learns of a newer one.
+
+        Only for a while, and only of one that may be: a writer of another cluster, whose node was
+        at this address once, must not shut ours out.
+        """
+        current = self._epoch
+        known = self._view.pgmap.epoch if self._view.pgmap is not None else epoch
+        if not current <= epoch <= known + _MAX_EPOCHS_AHEAD:
             raise Failure(
                 Reason.STALE_EPOCH,
-                "the placement map has moved on",
-                {"epoch": str(epoch), "current": str(self._epoch)},
+                "the placement map has moved on" if epoch < current else "no map of that epoch",
+                {"epoch": str(epoch), "current": str(current)},
             )
+        if epoch > known:
+            self._ahead, self._ahead_until_s = epoch, self._clock.now_s() + _AHEAD_S
+
+    def _fits(self, shard: bytes) -> bool:
+        header, pgmap = ShardHeader.parse(shard[:SHARD_HEADER_BYTES]), self._view.pgmap
+        if header is None or pgmap is None:
+            return header is not None and header.is_usable
+        return fits(header, pgmap)
 
     async def PutShards(
         self, request: pb.PutShardsRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -90,7 +124,10 @@ class StorageServicer(rpc.StorageServiceServicer):
         stat = await self._backend.stat()
         num_used = stat.num_used
         for shard in request.shards:
-            ttl_class = shard.bytes[9] if len(shard.bytes) > 9 else 0
+            if not self._fits(shard.bytes):
+                statuses.append(pb.SHARD_STATUS_CORRUPT)
+                continue
+            ttl_class = shard.bytes[9]
             if not admits_put(stat.num_slots, num_used, ttl_class, self._lines):
                 statuses.append(pb.SHARD_STATUS_FULL)
                 continue
@@ -136,7 +173,11 @@ class StorageServicer(rpc.StorageServiceServicer):
         """Frees shards."""
         self._fence(request.epoch)
         refs = [ref_of(message) for message in request.shards]
-        return pb.DeleteShardsResponse(deleted=await self._backend.delete_shards(refs))
+        try:
+            deleted = await self._backend.delete_shards(refs, request.erase)
+        except StorageAway as error:
+            raise Failure(Reason.BACKEND_LOST, f"bytes may be left: {error}") from None
+        return pb.DeleteShardsResponse(deleted=deleted)
 
     async def ListShards(
         self, request: pb.ListShardsRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -170,6 +211,7 @@ class StorageServicer(rpc.StorageServiceServicer):
         """Checks everything."""
         report = await self._backend.scrub(request.bytes_per_s or self._scrub_bytes_per_s)
         self.num_bad += len(report.bad)
+        await self._leader.tell_primaries([ref for ref, _ in report.bad])
         yield pb.ScrubResponse(
             checked=report.num_checked,
             bad=[pb.ShardRef(key16=r.key16, put_id=r.put_id, index=r.shard) for r, _ in report.bad],
@@ -205,13 +247,19 @@ class MetaServicer(rpc.MetaServiceServicer):
         self._is_ending = True
         self._meta.wake_followers()
 
+    def _may_be(self, record: Record) -> bool:
+        pgmap = self._view.pgmap
+        num_shards = MAX_SHARDS if pgmap is None else pgmap.profile.num_shards
+        in_stripe = record.shards < 1 << num_shards
+        return in_stripe and is_class(record.ttl_class) and record.flags <= MAX_FLAGS
+
     async def Commit(
         self, request: pb.CommitRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.CommitResponse:
         """Commits a block."""
         pgmap = self._view.pgmap
         key16, record = request.object.key16, Record.parse(request.object.record)
-        if len(key16) != 16 or record is None:
+        if len(key16) != 16 or record is None or not self._may_be(record):
             raise Failure(Reason.INVALID_REQUEST, "an object has a key and a sound record")
         if pgmap is None or request.epoch < pgmap.epoch:
             raise Failure(Reason.STALE_EPOCH, "the placement map has moved on")
@@ -261,6 +309,12 @@ class MetaServicer(rpc.MetaServiceServicer):
     ) -> pb.TouchObjectsResponse:
         """Renews access."""
         keys_of(request.keys16)
+        if not is_class(request.ttl_class):
+            raise Failure(
+                Reason.INVALID_REQUEST,
+                f"{request.ttl_class} is no retention class",
+                {"ttl_class": str(request.ttl_class)},
+            )
         return pb.TouchObjectsResponse(
             touched=self._meta.touch(request.keys16, 16, request.ttl_class)
         )
@@ -269,10 +323,8 @@ class MetaServicer(rpc.MetaServiceServicer):
         self, request: pb.PinObjectsRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.PinObjectsResponse:
         """Holds blocks against eviction."""
-        if not request.pin_id:
-            raise Failure(Reason.INVALID_REQUEST, "a pin needs a name")
+        ttl_s = pin_life_s(request.pin_id, request.ttl_ms)
         keys_of(request.keys16)
-        ttl_s = request.ttl_ms / 1000 if request.ttl_ms else PIN_TTL_S
         return pb.PinObjectsResponse(
             pinned=self._meta.pin(request.pin_id, request.keys16, ttl_s, self._clock.now_s())
         )

@@ -11,24 +11,31 @@ import enum
 import logging
 import secrets
 from collections.abc import AsyncGenerator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from services.common.clock import SYSTEM_CLOCK, Clock
 from services.kvstore.backends.base import PutStatus, ReadStatus, ShardRef
 from services.kvstore.checksums import Buffer, crc32c, xxh3_128
+from services.kvstore.erasure import cut
 from services.kvstore.formats import (
+    EC_CAUCHY,
     EC_REPLICATION,
     FLAG_APPROXIMATE,
+    FLAG_SEALED,
     NO_KEY16,
+    NO_SEAL,
     ObjectHeader,
     Record,
-    ShardHeader,
     State,
+    pack_object_header,
+    pack_shard_header,
 )
 from services.kvstore.gc.policy import Waterlines, admits_put
 from services.kvstore.index_table import EPOCH_S
-from services.kvstore.placement import OBJECT_HEADER_BYTES
+from services.kvstore.limits import PIN_TTL_S
+from services.kvstore.placement import OBJECT_HEADER_BYTES, WHOLE, Profile, shard_bytes
+from services.kvstore.seal import Sealer
 from services.kvstore.storage.meta import CommitOutcome, LogPart
 from services.kvstore.storage.node import Node
 
@@ -50,6 +57,7 @@ class NewBlock:
     writer: bytes = bytes(16)
     tenant_tag: bytes = bytes(16)
     digest: bytes = b""  # as the writer computed it; empty: not known
+    seal: bytes = NO_SEAL  # nonce and tag when the payload is encrypted
 
     @property
     def parent16(self) -> bytes:
@@ -155,9 +163,6 @@ class BlockStore(Protocol):
         ...
 
 
-PIN_TTL_S = 30.0
-
-
 class EmbeddedBlocks:
     """Every block whole, in one node of this process."""
 
@@ -168,6 +173,7 @@ class EmbeddedBlocks:
         *,
         durable: bool = False,
         name: str = "local",
+        sealer: Sealer | None = None,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._node = node
@@ -175,8 +181,10 @@ class EmbeddedBlocks:
         self._lines = lines
         self._durable = durable
         self._name = name
+        self._sealer = sealer
         self._clock = clock
         self.num_corrupt = 0
+        self.num_sealed_away = 0  # reads of blocks that our key does not open
         self.wants_room = asyncio.Event()  # set when a put was refused for want of a slot
 
     def block_bytes(self, key: bytes) -> int | None:
@@ -198,11 +206,15 @@ class EmbeddedBlocks:
             return BlockRead(ReadStatus.WRONG_LAYOUT)
         ref = ShardRef(key[:16], 0, fields[0])
         header, status = await self._node.backend.get_object(ref, key, layout, out)
-        if header is None:
-            if status is ReadStatus.ABSENT or status.is_damage:
-                self.num_corrupt += status is not ReadStatus.ABSENT
-                if status is not ReadStatus.WRONG_LAYOUT:
-                    await self._node.drop(key[:16], fields[0])
+        if header is not None:
+            status = unseal(self._sealer, header, out)
+        if status is not ReadStatus.OK:
+            self.num_corrupt += status.is_damage
+            self.num_sealed_away += status is ReadStatus.SEALED
+            # What nobody here can open is forgotten too, or it would keep its key for days.
+            is_gone = status.is_damage or status in (ReadStatus.ABSENT, ReadStatus.SEALED)
+            if is_gone:
+                await self._node.drop(key[:16], fields[0])
             return BlockRead(status)
         return BlockRead(ReadStatus.OK, len(out), bool(fields[7] & FLAG_APPROXIMATE))
 
@@ -222,7 +234,7 @@ class EmbeddedBlocks:
         if not admits_put(num_slots, num_used, block.ttl_class, self._lines):
             return None
         put_id = secrets.randbits(64)
-        pieces = whole_shard(block, put_id, self._clock.wall_s())
+        pieces = whole_shard(sealed(self._sealer, block), put_id, self._clock.wall_s())
         try:
             status = await self._node.backend.put_shard(pieces, self._durable)
         except ValueError:
@@ -231,8 +243,7 @@ class EmbeddedBlocks:
             return None
         if status is PutStatus.FULL:
             self.wants_room.set()
-            return None
-        return put_id
+        return put_id if status.is_stored else None
 
     async def commit(self, block: NewBlock, put_id: int) -> Outcome:
         """Makes a written block visible; the first commit of a key wins."""
@@ -248,6 +259,8 @@ class EmbeddedBlocks:
             flags=block.flags,
             parent16=block.parent16,
         )
+        if self._node.backend.object_bytes(ShardRef(block.key[:16], 0, put_id)) is None:
+            return Outcome.DROPPED  # its tenant's blocks were erased meanwhile
         done = self._meta.commit(block.key[:16], record)
         if done.outcome in (CommitOutcome.EXISTS, CommitOutcome.NO_PARENT):
             await self.take_back(block, put_id)
@@ -308,9 +321,30 @@ class EmbeddedBlocks:
         )
 
 
+def sealed(sealer: Sealer | None, block: NewBlock) -> NewBlock:
+    """Returns the block as it is to be stored."""
+    if sealer is None:
+        return block
+    payload, seal = sealer.seal(block.payload, block.tenant_tag, block.key, block.layout)
+    flags = block.flags | FLAG_SEALED
+    return replace(block, payload=payload, seal=seal, flags=flags, digest=xxh3_128(payload))
+
+
+def unseal(sealer: Sealer | None, header: bytes, payload: Buffer) -> ReadStatus:
+    """Opens a payload in place if it is encrypted; SEALED, and unusable, when our key does not."""
+    found = ObjectHeader.parse(header)
+    assert found is not None, "the backend has checked it"
+    if not found.flags & FLAG_SEALED:
+        return ReadStatus.OK
+    if sealer is None:
+        return ReadStatus.SEALED
+    is_open = sealer.open(payload, found.seal, found.tenant_tag, found.key, found.layout)
+    return ReadStatus.OK if is_open else ReadStatus.SEALED
+
+
 def object_header(block: NewBlock, put_id: int, wall_s: float) -> bytes:
     """Returns the header of a block's object."""
-    return ObjectHeader(
+    return pack_object_header(
         key=block.key,
         parent=block.parent,
         layout=block.layout,
@@ -324,27 +358,40 @@ def object_header(block: NewBlock, put_id: int, wall_s: float) -> bytes:
         writer=block.writer,
         tenant_tag=block.tenant_tag,
         flags=block.flags,
-    ).pack()
+        seal=block.seal,
+    )
 
 
 def whole_shard(block: NewBlock, put_id: int, wall_s: float) -> list[Buffer]:
     """Returns the pieces of the one shard of a block stored whole."""
     header = object_header(block, put_id, wall_s)
-    size = len(header) + len(block.payload)
-    shard = ShardHeader(
+    data_crc = crc32c(block.payload, crc32c(header))
+    return [_shard_header(block, put_id, wall_s, WHOLE, data_crc), header, block.payload]
+
+
+def cut_shards(block: NewBlock, put_id: int, wall_s: float, profile: Profile) -> list[bytes]:
+    """Returns all shards of a block, header and data."""
+    header = _shard_header(block, put_id, wall_s, profile)
+    return cut(header, [object_header(block, put_id, wall_s), block.payload], profile)
+
+
+def _shard_header(
+    block: NewBlock, put_id: int, wall_s: float, profile: Profile, data_crc: int = 0
+) -> bytes:
+    size = OBJECT_HEADER_BYTES + len(block.payload)
+    return pack_shard_header(
         shard=0,
-        k=1,
-        m=0,
-        algorithm=EC_REPLICATION,
+        k=profile.k,
+        m=profile.m,
+        algorithm=EC_REPLICATION if profile.k == 1 else EC_CAUCHY,
         ttl_class=block.ttl_class,
-        shard_bytes=size,
+        shard_bytes=shard_bytes(size, profile),
         object_bytes=size,
         block_index=block.block_index,
         key16=block.key[:16],
         parent16=block.parent16,
         put_id=put_id,
         created_s=int(wall_s),
-        data_crc=crc32c(block.payload, crc32c(header)),
+        data_crc=data_crc,
         flags=block.flags,
     )
-    return [shard.pack(), header, block.payload]

@@ -22,11 +22,10 @@ from services.common.clock import SYSTEM_CLOCK, Clock
 from services.common.errors import Failure
 from services.common.rpc_client import call
 from services.kvstore.backends.base import PutStatus, ReadStatus, ShardRef
-from services.kvstore.checksums import HAS_NATIVE, crc32c, native, xxh3_128
-from services.kvstore.erasure import join, split
+from services.kvstore.backends.verify import check_object
+from services.kvstore.checksums import crc32c
+from services.kvstore.erasure import join
 from services.kvstore.formats import (
-    EC_CAUCHY,
-    EC_REPLICATION,
     FLAG_APPROXIMATE,
     ObjectHeader,
     Record,
@@ -35,6 +34,7 @@ from services.kvstore.formats import (
 )
 from services.kvstore.index_table import EPOCH_S, fields_of
 from services.kvstore.placement import OBJECT_HEADER_BYTES, SHARD_HEADER_BYTES
+from services.kvstore.seal import Sealer
 from services.kvstore.storage.hedge import first_wave
 from services.kvstore.storage.keeper import MapView
 from services.kvstore.storage.links import Links, ref_to_proto
@@ -46,13 +46,17 @@ from services.kvstore.store.blocks import (
     Outcome,
     Room,
     StoreStat,
-    object_header,
+    cut_shards,
+    sealed,
+    unseal,
 )
 from services.kvstore.store.cluster_index import ClusterIndex
 
 log = logging.getLogger(__name__)
 
 _COMMIT_ATTEMPTS: Final = 3
+_PUTS_AT_ONCE: Final = 256
+_EVICTIONS_AT_ONCE: Final = 4_096
 
 
 @dataclass(frozen=True)
@@ -97,7 +101,9 @@ class ClusterBlocks:
         index: ClusterIndex,
         config: ClusterConfig,
         clock: Clock = SYSTEM_CLOCK,
+        sealer: Sealer | None = None,
     ) -> None:
+        self._sealer = sealer
         self._view = view
         self._links = links
         self._index = index
@@ -138,6 +144,10 @@ class ClusterBlocks:
         if out is None:
             return BlockRead(ReadStatus.WRONG_LAYOUT)
         memoryview(out)[:] = payload
+        if unseal(self._sealer, data[:OBJECT_HEADER_BYTES], out) is not ReadStatus.OK:
+            # What nobody here can open is evicted, or it would keep its key for days.
+            self._spawn(self._evict([key[:16]], "sealed"))
+            return BlockRead(ReadStatus.SEALED)
         return BlockRead(ReadStatus.OK, len(payload), bool(header.flags & FLAG_APPROXIMATE))
 
     async def _read_object(self, key: bytes, layout: bytes) -> tuple[bytes | None, ReadStatus]:
@@ -147,14 +157,19 @@ class ClusterBlocks:
         self.counts.reads += 1
         put_id, bitmap = fields[0], fields[4]
         bad: list[int] = []
-        status = ReadStatus.IO
-        # A stripe that fails its check is tried once more without the shards used first.
+        status = ReadStatus.AWAY
+        # A stripe that fails its check is tried once more without the shards used first; so is one
+        # whose nodes broke the connection, for that is told at once and mended as fast.
         avoid: frozenset[int] = frozenset()
+        again_until_s = self._clock.now_s() + self._config.read_timeout_s / 2
         for _ in range(2):
             read = await self._read_shards(pgmap, key[:16], put_id, bitmap, avoid)
             bad += read.bad
             if len(read.good) < pgmap.profile.k:
-                status = ReadStatus.DATA if read.bad and not read.unreachable else ReadStatus.IO
+                # Nodes that are away or late say nothing of the block: that is no damage.
+                status = ReadStatus.AWAY if read.unreachable else ReadStatus.DATA
+                if status is ReadStatus.AWAY and self._clock.now_s() < again_until_s:
+                    continue
                 break
             data, status = await asyncio.to_thread(_assemble, read.good, pgmap, key, layout)
             if status in (ReadStatus.OK, ReadStatus.WRONG_KEY, ReadStatus.WRONG_LAYOUT):
@@ -255,6 +270,29 @@ class ClusterBlocks:
         except Failure:
             return None
 
+    @property
+    def index(self) -> ClusterIndex:
+        """Returns what all nodes have told."""
+        return self._index
+
+    async def read_stored(self, key16: bytes) -> bytes | None:
+        """Returns the object in force under an index key as it is stored, header and payload,
+        checked against what its own header says; for tools. None when it cannot be had."""
+        pgmap, fields = self._view.pgmap, self._index.find(key16)
+        if pgmap is None or fields is None:
+            return None
+        read = await self._read_shards(pgmap, key16, fields[0], fields[4], frozenset())
+        if len(read.good) < pgmap.profile.k:
+            return None
+        data = await asyncio.to_thread(_joined, read.good, pgmap)
+        header = ObjectHeader.parse((data or b"")[:OBJECT_HEADER_BYTES])
+        if data is None or header is None or header.key[:16] != key16:
+            return None
+        payload = memoryview(data)[OBJECT_HEADER_BYTES:]
+        head = data[:OBJECT_HEADER_BYTES]
+        is_right = check_object(head, payload, header.key, header.layout) is ReadStatus.OK
+        return data if is_right else None
+
     # ---- writes -------------------------------------------------------------------------------
 
     def is_stored(self, block: NewBlock) -> bool:
@@ -270,7 +308,10 @@ class ClusterBlocks:
         if pgmap is None:
             return None
         put_id = secrets.randbits(64)
-        shards = await asyncio.to_thread(_cut, block, put_id, self._clock.wall_s(), pgmap)
+        stored = sealed(self._sealer, block)
+        shards = await asyncio.to_thread(
+            cut_shards, stored, put_id, self._clock.wall_s(), pgmap.profile
+        )
         key16 = block.key[:16]
         waiting: dict[asyncio.Future[PutStatus | None], int] = {}
         for number, shard in enumerate(shards):
@@ -415,33 +456,63 @@ class ClusterBlocks:
         self._index.merged.wake_followers()
 
     async def delete_tenant(self, tag: bytes) -> int:
-        """Erases a tenant's blocks: shard 0 holds the object's header, which has the tag."""
+        """Erases a tenant's blocks from all nodes that are up, puts that were never committed too;
+        returns how many blocks went."""
         pgmap = self._view.pgmap
         if pgmap is None:
             return 0
-        going: set[bytes] = set()
+        shards: dict[tuple[bytes, int], int] = defaultdict(int)
         for node in sorted(self._view.up()):
             link = self._links.get(node)
             headers = await link.headers() if link is not None else None
-            if link is None or headers is None:
-                continue
-            parsed = [ShardHeader.parse(raw) for raw in headers]
-            refs = [ShardRef(h.key16, 0, h.put_id) for h in parsed if h and h.shard == 0]
-            for at in range(0, len(refs), 256):
-                part = refs[at : at + 256]
-                for ref, (shard, _) in zip(
-                    part, await asyncio.gather(*map(link.get, part)), strict=True
-                ):
-                    start = SHARD_HEADER_BYTES
-                    found = ObjectHeader.parse((shard or b"")[start : start + OBJECT_HEADER_BYTES])
-                    if found is not None and found.tenant_tag == tag:
-                        going.add(ref.key16)
-        answers = await self._ask_primaries(
-            sorted(going),
-            "EvictObjects",
-            lambda some: pb.EvictObjectsRequest(keys16=some, reason="tenant"),
+            for header in map(ShardHeader.parse, headers or ()):
+                if header is not None:
+                    shards[header.key16, header.put_id] |= 1 << header.shard
+        puts = sorted(shards)
+        going: list[tuple[bytes, int]] = []
+        for at in range(0, len(puts), _PUTS_AT_ONCE):
+            part = puts[at : at + _PUTS_AT_ONCE]
+            tags = await asyncio.gather(*(self._tag_of(pgmap, put, shards[put]) for put in part))
+            going += [put for put, found in zip(part, tags, strict=True) if found == tag]
+        count = await self._evict(sorted({key16 for key16, _ in going}), "tenant")
+        # What no record names any more, or never did: a put that lost, or was broken off.
+        by_node: dict[str, list[ShardRef]] = defaultdict(list)
+        for key16, put_id in going:
+            for shard in range(pgmap.profile.num_shards):
+                by_node[pgmap.node_of(key16, shard)].append(ShardRef(key16, shard, put_id))
+        links = ((self._links.get(node), refs) for node, refs in by_node.items())
+        await asyncio.gather(
+            *(link.delete(refs, pgmap.epoch, erase=True) for link, refs in links if link)
         )
-        return sum(answer.evicted for answer in answers)
+        return count
+
+    async def _tag_of(self, pgmap: PgMap, put: tuple[bytes, int], bitmap: int) -> bytes | None:
+        """Returns whose block a put is; None when nobody could read it. Its first shard begins with
+        the object's header; without that one the block is put together."""
+        key16, put_id = put
+        first = self._links.get(pgmap.node_of(key16, 0))
+        data: bytes | None = None
+        if bitmap & 1 and first is not None:
+            shard, _ = await first.get(ShardRef(key16, 0, put_id))
+            data = None if shard is None else shard[SHARD_HEADER_BYTES:]
+        if data is None:
+            read = await self._read_shards(pgmap, key16, put_id, bitmap, frozenset())
+            if len(read.good) >= pgmap.profile.k:
+                data = await asyncio.to_thread(_joined, read.good, pgmap)
+        header = ObjectHeader.parse((data or b"")[:OBJECT_HEADER_BYTES])
+        return None if header is None else header.tenant_tag
+
+    async def _evict(self, keys16: list[bytes], reason: str) -> int:
+        """Asks the primaries to let blocks go; returns how many went."""
+        count = 0
+        for at in range(0, len(keys16), _EVICTIONS_AT_ONCE):
+            answers = await self._ask_primaries(
+                keys16[at : at + _EVICTIONS_AT_ONCE],
+                "EvictObjects",
+                lambda some: pb.EvictObjectsRequest(keys16=some, reason=reason),
+            )
+            count += sum(answer.evicted for answer in answers)
+        return count
 
     async def stat(self) -> StoreStat:
         """Returns the counts over all nodes that answer."""
@@ -474,57 +545,21 @@ def _is_of(data: bytes, key16: bytes, shard: int, put_id: int) -> bool:
     )
 
 
+def _joined(shards: dict[int, bytes], pgmap: PgMap) -> bytes | None:
+    """Returns the object that good shards make, not yet checked; for a thread."""
+    first = ShardHeader.parse(next(iter(shards.values()))[:SHARD_HEADER_BYTES])
+    assert first is not None
+    parts = {j: memoryview(shard)[SHARD_HEADER_BYTES:] for j, shard in shards.items()}
+    return join(parts, first.object_bytes, pgmap.profile)
+
+
 def _assemble(
     shards: dict[int, bytes], pgmap: PgMap, key: bytes, layout: bytes
 ) -> tuple[bytes | None, ReadStatus]:
     """Returns the object, header and payload, checked in full; for a thread."""
-    first = ShardHeader.parse(next(iter(shards.values()))[:SHARD_HEADER_BYTES])
-    assert first is not None
-    parts = {j: memoryview(shard)[SHARD_HEADER_BYTES:] for j, shard in shards.items()}
-    data = join(parts, first.object_bytes, pgmap.profile)
+    data = _joined(shards, pgmap)
     if data is None or len(data) <= OBJECT_HEADER_BYTES:
         return None, ReadStatus.DATA
     header, payload = data[:OBJECT_HEADER_BYTES], memoryview(data)[OBJECT_HEADER_BYTES:]
-    if HAS_NATIVE:
-        status = ReadStatus(native.verify_object(header, payload, key, layout))
-    else:
-        status = _verify(header, payload, key, layout)
+    status = check_object(header, payload, key, layout)
     return (data, status) if status is ReadStatus.OK else (None, status)
-
-
-def _verify(header: bytes, payload: memoryview, key: bytes, layout: bytes) -> ReadStatus:
-    found = ObjectHeader.parse(header)
-    if found is None:
-        return ReadStatus.OBJECT_HEADER
-    if found.key != key:
-        return ReadStatus.WRONG_KEY
-    if found.layout != layout:
-        return ReadStatus.WRONG_LAYOUT
-    same = found.payload_bytes == len(payload) and found.payload_digest == xxh3_128(payload)
-    return ReadStatus.OK if same else ReadStatus.PAYLOAD
-
-
-def _cut(block: NewBlock, put_id: int, wall_s: float, pgmap: PgMap) -> list[bytes]:
-    """Returns all shards of a block, header and data; for a thread."""
-    profile = pgmap.profile
-    data = object_header(block, put_id, wall_s) + bytes(block.payload)
-    shards = []
-    for number, part in enumerate(split(data, profile)):
-        header = ShardHeader(
-            shard=number,
-            k=profile.k,
-            m=profile.m,
-            algorithm=EC_REPLICATION if profile.k == 1 else EC_CAUCHY,
-            ttl_class=block.ttl_class,
-            shard_bytes=len(part),
-            object_bytes=len(data),
-            block_index=block.block_index,
-            key16=block.key[:16],
-            parent16=block.parent16,
-            put_id=put_id,
-            created_s=int(wall_s),
-            data_crc=crc32c(part),
-            flags=block.flags,
-        )
-        shards.append(header.pack() + bytes(part))
-    return shards

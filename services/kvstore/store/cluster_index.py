@@ -59,6 +59,10 @@ class ClusterIndex:
         """Returns the record of a block that can be read now."""
         return self.merged.get(key16)
 
+    def keys(self) -> list[bytes]:
+        """Returns the index keys of all blocks that can be read now."""
+        return [key16 for key16 in _keys_of(self.merged.table) if self.merged.has(key16)]
+
     def note(self, key16: bytes, fields: Fields) -> None:
         """Makes a commit of this process visible before the log brings it."""
         self.merged.put_fields(key16, fields)

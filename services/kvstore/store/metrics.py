@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from services.common.metrics import Metrics
 from services.kvstore.gc.collector import Collector
+from services.kvstore.gc.metrics import export_gc_metrics
 from services.kvstore.storage.node import Node
 from services.kvstore.store.blocks import EmbeddedBlocks
 from services.kvstore.store.cluster import ClusterBlocks
@@ -37,15 +38,14 @@ def export_local_metrics(
     _gauge(metrics, "blocks_stored", "Blocks in the metadata", lambda: len(table))
     _gauge(metrics, "index_bytes", "Memory of the index table", table.memory_bytes)
     _gauge(metrics, "pins_held", "Pins held", lambda: node.meta.num_pins)
-    _gauge(metrics, "used_share", "Share of slots in use", lambda: collector.used_share)
-    _gauge(metrics, "evicted_blocks", "Blocks evicted", lambda: collector.num_evicted)
     _gauge(metrics, "corrupt_blocks", "Blocks that failed a check", lambda: blocks.num_corrupt)
     _gauge(
         metrics,
-        "effective_retention_seconds",
-        "Age since the last access of the youngest block evicted by waterline in the last pass",
-        lambda: (collector.last.retention_epochs or 0) * 600,
+        "sealed_blocks_dropped",
+        "Blocks that the key at hand does not open",
+        lambda: blocks.num_sealed_away,
     )
+    export_gc_metrics(metrics, collector)
 
 
 def export_cluster_metrics(metrics: Metrics, blocks: ClusterBlocks, index: ClusterIndex) -> None:

@@ -9,6 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import enum
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 
 from services.kvstore.backends.base import wait_all
 from services.kvstore.checksums import Buffer, xxh3_128
@@ -48,6 +52,14 @@ def key_agrees(block: NewBlock, token_ids: Buffer, extra: bytes) -> bool:
     return key == block.key
 
 
+@dataclass
+class _Turn:
+    """Whose turn it is among the puts of one key."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    num_users: int = 0
+
+
 class Putter:
     """The queue of puts of one store.
 
@@ -60,9 +72,30 @@ class Putter:
         self._max_queued_bytes = max_queued_bytes
         self._turns = asyncio.Semaphore(max_parallel)
         self._in_flight: dict[bytes, asyncio.Future[PutResult]] = {}
+        self._tenants: dict[bytes, bytes] = {}  # of what is in flight, by key
+        self._erasing: Counter[bytes] = Counter()
+        self._of_key: dict[bytes, _Turn] = {}
         self.num_queued = 0
         self.num_queued_bytes = 0
         self.results: dict[PutResult, int] = dict.fromkeys(PutResult, 0)
+
+    async def delete_tenant(self, tag: bytes) -> int:
+        """Erases a tenant's blocks, those on their way too; returns how many.
+
+        What the tenant puts while it runs is dropped: nothing that was put before this returned is
+        there after it.
+        """
+        self._erasing[tag] += 1
+        try:
+            while pending := [
+                put for key, put in self._in_flight.items() if self._tenants[key] == tag
+            ]:
+                await asyncio.wait(pending)
+            return await self._blocks.delete_tenant(tag)
+        finally:
+            self._erasing[tag] -= 1
+            if not self._erasing[tag]:
+                del self._erasing[tag]
 
     async def put(self, block: NewBlock, token_ids: Buffer, extra: bytes = b"") -> PutResult:
         """Stores one block and returns how that ended. The payload may be reused after it."""
@@ -73,35 +106,58 @@ class Putter:
     async def _put(self, block: NewBlock, token_ids: Buffer, extra: bytes) -> PutResult:
         if not key_agrees(block, token_ids, extra):
             return PutResult.KEY_MISMATCH
-        if self._blocks.is_stored(block):
-            await self._blocks.touch(block.key, block.ttl_class)
-            return PutResult.EXISTS
-        twin = self._in_flight.get(block.key)
-        if twin is not None:
-            await asyncio.wait([twin])
-            if not twin.cancelled() and twin.result() is PutResult.COMMITTED:
-                return PutResult.EXISTS
-            # The other writer is gone or was refused: this one's bytes are as good.
-            return await self._put(block, token_ids, extra)
         size = len(block.payload)
         if self.num_queued_bytes + size > self._max_queued_bytes:
             return PutResult.DROPPED  # the newest goes, and with it everything built on it
+        # From its first wait on, also behind a twin: who waits holds its bytes as well.
+        self.num_queued += 1
+        self.num_queued_bytes += size
+        try:
+            # Twins one after the other, so that each that ends wakes one. If the one before is gone
+            # or was refused, this one's bytes are as good; if it put an approximate block, an
+            # exact one still takes its place.
+            async with self._alone_with(block.key):
+                result = await self._without_a_write(block)
+                return result or await self._put_as_first(block)
+        finally:
+            self.num_queued -= 1
+            self.num_queued_bytes -= size
+
+    @asynccontextmanager
+    async def _alone_with(self, key: bytes) -> AsyncIterator[None]:
+        turn = self._of_key.setdefault(key, _Turn())
+        turn.num_users += 1
+        try:
+            async with turn.lock:
+                yield
+        finally:
+            turn.num_users -= 1
+            if not turn.num_users:
+                del self._of_key[key]
+
+    async def _without_a_write(self, block: NewBlock) -> PutResult | None:
+        """Returns how a put ends that has nothing to write; None when there is something."""
+        if block.tenant_tag in self._erasing:
+            return PutResult.DROPPED
+        if self._blocks.is_stored(block):
+            await self._blocks.touch(block.key, block.ttl_class)
+            return PutResult.EXISTS
+        return None
+
+    async def _put_as_first(self, block: NewBlock) -> PutResult:
         parent = self._in_flight.get(block.parent)
         if block.block_index > 1 and parent is None and not self._is_stored(block.parent):
             return PutResult.NO_PARENT
         ours: asyncio.Future[PutResult] = asyncio.get_running_loop().create_future()
         self._in_flight[block.key] = ours
-        self.num_queued += 1
-        self.num_queued_bytes += size
+        self._tenants[block.key] = block.tenant_tag
         result = PutResult.DROPPED
         try:
             async with self._turns:
                 result = await self._store(block, parent)
             return result
         finally:
-            self.num_queued -= 1
-            self.num_queued_bytes -= size
-            del self._in_flight[block.key]
+            del self._in_flight[block.key], self._tenants[block.key]
             ours.set_result(result)
 
     def _is_stored(self, key: bytes) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import logging
+import math
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing
 from typing import Any, Final
 
@@ -15,11 +17,12 @@ from pelagos.kvstore.v1 import store_pb2_grpc as rpc
 from services.common.errors import Failure, Reason
 from services.common.rpc_server import deadline_of
 from services.common.shm_ring import RingRef
-from services.kvstore.backends.base import ReadStatus
+from services.kvstore.backends.base import ReadStatus, StorageAway
 from services.kvstore.checksums import Buffer
 from services.kvstore.formats import FLAG_APPROXIMATE, FLAG_DECODE, FLAG_PREFILL, TtlClass
 from services.kvstore.hash_chain import KEY_BYTES, TOKEN_BYTES
-from services.kvstore.store.blocks import PIN_TTL_S, BlockStore, NewBlock
+from services.kvstore.limits import check_number, pin_life_s
+from services.kvstore.store.blocks import BlockStore, NewBlock
 from services.kvstore.store.fetch import Fetcher
 from services.kvstore.store.put import PutResult, Putter
 from services.kvstore.store.rings import RingCache
@@ -33,9 +36,15 @@ _PUT_STATUS: Final = {
     PutResult.TORN: pb.PUT_STATUS_STALE_RING,
 }
 _HEARTBEAT_S: Final = 1.0
+_RETRY_ERASE_S: Final = 5.0
 _FETCH_MARGIN_S: Final = 0.02
-# Bytes of answers ahead of a slow reader of inline payloads.
+# A fetch that comes without a deadline gets this one, as unary calls do: a client that is frozen
+# keeps its connection, and with it all that its fetches hold.
+_DEFAULT_FETCH_S: Final = 30.0
+# Puts of one stream that run, or whose answers its reader has not taken yet.
 _MAX_PUTS_PER_STREAM: Final = 4096
+
+log = logging.getLogger(__name__)
 
 
 def ttl_class_of(message: int) -> TtlClass:
@@ -44,9 +53,13 @@ def ttl_class_of(message: int) -> TtlClass:
 
 
 def index_keys_of(keys: bytes) -> bytes:
-    """Returns the 16-byte keys of concatenated full keys. Raises Failure for other lengths."""
+    """Returns the 16-byte keys of concatenated full keys.
+
+    Raises: Failure(INVALID_REQUEST) for other lengths, or more keys than one message may hold.
+    """
     if len(keys) % KEY_BYTES:
         raise Failure(Reason.INVALID_REQUEST, "keys have 32 bytes each")
+    check_number(len(keys) // KEY_BYTES)
     return b"".join(keys[at : at + 16] for at in range(0, len(keys), KEY_BYTES))
 
 
@@ -71,6 +84,21 @@ class StoreServicer(rpc.StoreServiceServicer):
         self, request: pb.FetchRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> AsyncIterator[pb.FetchResponse]:
         """Moves blocks into slots, or inline."""
+        deadline_s, limit = deadline_of(context), None
+        task = asyncio.current_task()
+        if deadline_s == math.inf and task is not None:
+            limit = asyncio.get_running_loop().call_later(_DEFAULT_FETCH_S, task.cancel)
+        try:
+            async with aclosing(self._fetch(request, deadline_s)) as parts:
+                async for part in parts:
+                    yield part
+        finally:
+            if limit is not None:
+                limit.cancel()
+
+    async def _fetch(
+        self, request: pb.FetchRequest, deadline_s: float
+    ) -> AsyncGenerator[pb.FetchResponse, None]:
         ring = self._rings.get(_ref(request.ring)) if request.HasField("ring") else None
         if request.pin_id:
             await self._blocks.renew_pin(request.pin_id)
@@ -80,7 +108,7 @@ class StoreServicer(rpc.StoreServiceServicer):
             ring=ring,
             slots=request.slots,
             priority=request.priority,
-            deadline_s=deadline_of(context) - _FETCH_MARGIN_S,
+            deadline_s=deadline_s - _FETCH_MARGIN_S,
             fetch_id=request.fetch_id,
         )
         async with aclosing(fetched) as parts:
@@ -91,6 +119,7 @@ class StoreServicer(rpc.StoreServiceServicer):
                     watermark=part.watermark,
                     payload=part.payload,
                     approximate=part.read.approximate,
+                    payload_bytes=part.read.num_bytes,
                 )
 
     async def CancelFetch(
@@ -113,8 +142,10 @@ class StoreServicer(rpc.StoreServiceServicer):
                 status = await self._put(request)
             except Failure:
                 status = pb.PUT_STATUS_STALE_RING
-            finally:
-                room.release()
+            except Exception:
+                # One put that fails as nobody thought of must not take its neighbours along.
+                log.exception("put failed")
+                status = pb.PUT_STATUS_DROPPED
             answers.put_nowait(pb.PutResponse(put_seq=request.put_seq, status=status))
 
         async def read() -> None:
@@ -130,6 +161,8 @@ class StoreServicer(rpc.StoreServiceServicer):
         try:
             while (answer := await answers.get()) is not None:
                 yield answer
+                # Only now: answers that nobody takes must not gather without end.
+                room.release()
             await reader
         finally:
             reader.cancel()
@@ -146,7 +179,8 @@ class StoreServicer(rpc.StoreServiceServicer):
         flags = FLAG_DECODE if request.by_decode else FLAG_PREFILL
         sizes = (len(request.key), len(request.parent_key), len(request.layout_fingerprint))
         num_tokens = len(request.token_ids) // TOKEN_BYTES
-        if sizes != (32, 32, 32) or not payload or not 0 < num_tokens < 1 << 16:
+        is_numbered = request.block_index > 0 and 0 < num_tokens < 1 << 16
+        if sizes != (32, 32, 32) or not payload or not is_numbered:
             return pb.PUT_STATUS_KEY_MISMATCH
         block = NewBlock(
             key=request.key,
@@ -199,9 +233,7 @@ class StoreServicer(rpc.StoreServiceServicer):
         self, request: pb.PinRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.PinResponse:
         """Holds blocks against eviction."""
-        if not request.pin_id:
-            raise Failure(Reason.INVALID_REQUEST, "a pin needs a name")
-        ttl_s = request.ttl_ms / 1000 if request.ttl_ms else PIN_TTL_S
+        ttl_s = pin_life_s(request.pin_id, request.ttl_ms)
         keys16 = index_keys_of(request.keys)
         return pb.PinResponse(pinned=await self._blocks.pin(request.pin_id, keys16, ttl_s))
 
@@ -211,7 +243,13 @@ class StoreServicer(rpc.StoreServiceServicer):
         """Erases a tenant's blocks."""
         if len(request.domain_id) != 16 or not any(request.domain_id):
             raise Failure(Reason.INVALID_REQUEST, "a domain id has 16 bytes, not all zero")
-        return pb.DeleteTenantResponse(blocks=await self._blocks.delete_tenant(request.domain_id))
+        try:
+            blocks = await self._putter.delete_tenant(request.domain_id)
+        except StorageAway as error:
+            raise Failure(
+                Reason.BACKEND_LOST, f"blocks may be left: {error}", retry_after_s=_RETRY_ERASE_S
+            ) from None
+        return pb.DeleteTenantResponse(blocks=blocks)
 
     async def Stat(
         self, request: pb.StatRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -236,9 +274,8 @@ def _ref(ring: pb.ShmRing) -> RingRef:
 
 
 def _fetch_status(status: ReadStatus, timed_out: bool) -> pb.FetchStatus.ValueType:
-    if timed_out:
+    if timed_out or status is ReadStatus.AWAY:
         return pb.FETCH_STATUS_TIMEOUT
     if status is ReadStatus.OK:
         return pb.FETCH_STATUS_OK
-    absent = (ReadStatus.ABSENT, ReadStatus.WRONG_KEY, ReadStatus.WRONG_LAYOUT)
-    return pb.FETCH_STATUS_ABSENT if status in absent else pb.FETCH_STATUS_CORRUPT
+    return pb.FETCH_STATUS_CORRUPT if status.is_damage else pb.FETCH_STATUS_ABSENT

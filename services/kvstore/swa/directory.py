@@ -75,7 +75,15 @@ class SwaDirectory:
         self._entries.move_to_end(key)
         while len(self._entries) > self._max_entries:
             self._entries.popitem(last=False)
+        if len(self._epochs) > 2 * self._max_entries:
+            self._forget_epochs()
         return True
+
+    def _forget_epochs(self) -> None:
+        """Forgets the lives of hosts of which nothing is left: instance ids come anew each start,
+        and a host whose clock was set back is heard again when its last life's states are gone."""
+        hosts = {entry.location.host for entry in self._entries.values()}
+        self._epochs = {host: epoch for host, epoch in self._epochs.items() if host in hosts}
 
     def withdraw(self, key: SwaKey, host: str) -> bool:
         """Takes an announcement back, if this host made it."""
@@ -113,8 +121,7 @@ class SwaDirectory:
         gone = [key for key, entry in self._entries.items() if entry.expires_s <= now_s]
         for key in gone:
             del self._entries[key]
-        if not self._entries:
-            self._epochs.clear()
+        self._forget_epochs()
         return len(gone)
 
     def _alive(self, key: SwaKey, now_s: float) -> _Entry | None:

@@ -7,7 +7,7 @@ waits beside it. Source: kvcache-and-balancing.md, section 10.
 from __future__ import annotations
 
 import itertools
-import secrets
+import time
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,8 +33,8 @@ class SwaPool:
     def __init__(self, host: str, address: str, max_bytes: int) -> None:
         self.host = host
         self.address = address
-        # A new life invalidates what the last one announced.
-        self.epoch = secrets.randbits(48) | 1
+        # A new life invalidates what the last one announced; of one instance id, the later counts.
+        self.epoch = time.time_ns() // 1_000
         self._max_bytes = max_bytes
         self._held: OrderedDict[SwaKey, _Held] = OrderedDict()
         self._slots = itertools.count(1)

@@ -18,11 +18,12 @@ from services.kvstore.swa.pool import SwaPool
 _PART_BYTES: Final = 1 << 20
 _MAX_KEYS: Final = 4096
 _MAX_TTL_S: Final = 3600
+_MAX_NAME_BYTES: Final = 256
 
 
 def key_of(message: pb.SwaKey) -> SwaKey:
     """Returns the key. Raises Failure for one of another size."""
-    if len(message.key16) != 16 or not message.layout_digest:
+    if len(message.key16) != 16 or not 0 < len(message.layout_digest) <= _MAX_NAME_BYTES:
         raise Failure(Reason.INVALID_REQUEST, "a state has a key of 16 bytes and a layout")
     return SwaKey(message.key16, message.layout_digest)
 
@@ -78,6 +79,10 @@ class SwaDirectoryServicer(rpc.SwaDirectoryServiceServicer):
         location = location_of(request.location)
         if location is None or request.ttl_s > _MAX_TTL_S:
             raise Failure(Reason.INVALID_REQUEST, "a state has a host, and a life of an hour")
+        names = (location.host.encode(), location.address.encode(), location.digest)
+        if any(len(name) > _MAX_NAME_BYTES for name in names):
+            # Entries are bounded by number: each must have a bound as well.
+            raise Failure(Reason.INVALID_REQUEST, f"names have at most {_MAX_NAME_BYTES} bytes")
         stored = self.directory.publish(
             key_of(request.key), location, self._clock.now_s(), request.ttl_s
         )

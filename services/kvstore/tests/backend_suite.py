@@ -63,6 +63,7 @@ async def run_suite(open_backend: Open) -> None:
     backend = await open_backend()
     await _put_and_get(backend)
     await _delete_and_list(backend)
+    await _erases(backend)
     await _many_at_once(backend)
     await _refuses_nonsense(backend)
     if backend.capabilities.durable_ack:
@@ -114,6 +115,24 @@ async def _delete_and_list(backend: BlockBackend) -> None:
     await put(backend, 2)
     assert await is_there(backend, 2)
     assert await listed(backend) == {shard(1)[0], shard(1, 2)[0], shard(2)[0]}
+
+
+async def _erases(backend: BlockBackend) -> None:
+    before = await listed(backend)
+    for number in (50, 51, 52):
+        await put(backend, number)
+    ref, _, pieces = shard(51)
+    assert await backend.object_header(ref) == pieces[1]
+    assert await backend.delete_shards([ref, shard(53)[0]], erase=True) == 1
+    assert not await is_there(backend, 51)
+    assert await backend.object_header(ref) is None
+    assert await is_there(backend, 50)
+    assert await is_there(backend, 52)
+    assert await listed(backend) == before | {shard(50)[0], shard(52)[0]}
+    assert await put(backend, 51) is not PutStatus.FULL
+    assert await is_there(backend, 51)
+    await backend.delete_shards([shard(number)[0] for number in (50, 51, 52)])
+    assert await listed(backend) == before
 
 
 async def _many_at_once(backend: BlockBackend) -> None:

@@ -104,24 +104,31 @@ class Cluster:
         def is_settled() -> bool:
             if self.view.pgmap is None or len(self.view.up()) != len(self.nodes):
                 return False
-            led = set()
-            for runtime in self.runtimes.values():
-                led |= leader_of(runtime).led
-            return led == set(range(NUM_GROUPS)) and self.index.is_level
+            leaders = [leader_of(runtime) for runtime in self.runtimes.values()]
+            if not all(each.knows_all for each in leaders) or not self.index.is_level:
+                return False
+            # A node that joined last is heard out last: its shards may make blocks whole.
+            alive = (key for each in leaders for key in each._keys() if each.meta.has(key))
+            if any(self.index.find(key) is None for key in alive):
+                return False
+            return set().union(*(each.led for each in leaders)) == set(range(NUM_GROUPS))
 
         await until(is_settled)
 
     async def repaired(self) -> None:
         """Waits until no block waits for repair and all have all shards."""
 
+        every_shard = (1 << self.view.pgmap.profile.num_shards) - 1
+
         def is_whole() -> bool:
             return all(
-                leader_of(runtime).num_repairs == 0
+                leader.num_repairs == 0
                 and all(
-                    leader_of(runtime).meta.table.get(key)[4] == 0xFFF
-                    for key in leader_of(runtime)._keys()
+                    fields[4] == every_shard
+                    for fields in map(leader.meta.get, leader._keys())
+                    if fields is not None
                 )
-                for runtime in self.runtimes.values()
+                for leader in map(leader_of, self.runtimes.values())
             )
 
         await until(is_whole)

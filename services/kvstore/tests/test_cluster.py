@@ -4,7 +4,11 @@ import asyncio
 import itertools
 import random
 
+from pelagos.kvstore.v1 import storage_pb2, storage_pb2_grpc
+
+from services.common.rpc_client import Channels, stream_call
 from services.kvstore.backends.base import ShardRef
+from services.kvstore.storage import leader as leader_module
 from services.kvstore.tests.cluster_kit import ROOT, cluster, leader_of
 from services.kvstore.tests.kit import LAYOUT, blocks_of, token_ids, until
 
@@ -83,7 +87,9 @@ async def test_metadata_that_is_lost_is_rebuilt_from_shards(tmp_path) -> None:
         assert flags == [0] * 4 + [4] * 4
 
 
-async def test_ur_44_one_or_two_bad_shards_are_read_around_named_and_repaired(tmp_path) -> None:
+async def test_p_33_ur_44_one_or_two_bad_shards_are_read_around_named_and_repaired(
+    tmp_path,
+) -> None:
     rng = random.Random(1)
     async with cluster(tmp_path) as c:
         written = []
@@ -95,17 +101,17 @@ async def test_ur_44_one_or_two_bad_shards_are_read_around_named_and_repaired(tm
             for shard in hurt[block.key]:
                 await _flip(c, block.key, shard, rng)
         assert all(await c.read(written))
-        # Scrubbing finds every one of them, whether it was read or not.
+        # Scrubbing finds every one of them, whether it was read or not, and tells the primaries.
         found = set()
+        channels = Channels()
         for runtime in c.runtimes.values():
-            report = await _backend(runtime).scrub(0)
-            found |= {(ref.key16, ref.shard) for ref, _ in report.bad}
-            leader_of(runtime).poke()
+            stub = storage_pb2_grpc.StorageServiceStub(channels.get(runtime.address))
+            async with stream_call(stub.Scrub, storage_pb2.ScrubRequest(), timeout_s=60) as parts:
+                async for part in parts:
+                    found |= {(ref.key16, ref.index) for ref in part.bad}
+        await channels.close()
         damaged = {(key[:16], shard) for key, shards in hurt.items() for shard in shards}
         assert found == damaged
-        for runtime in c.runtimes.values():
-            leader_of(runtime)._known_up = {}
-            leader_of(runtime).poke()
         await until(lambda: sum(leader_of(r).counts.repaired for r in c.runtimes.values()) > 0)
         await c.repaired()
         for runtime in c.runtimes.values():
@@ -153,15 +159,14 @@ async def test_t_ec_mix_two_writers_of_one_key_never_give_a_mixed_payload(tmp_pa
 
 
 async def _shards(c, block):
-    from services.kvstore.store.blocks import NewBlock
-    from services.kvstore.store.cluster import _cut
+    from services.kvstore.store.blocks import NewBlock, cut_shards
 
     new = NewBlock(
         key=block.key, parent=block.parent_key, layout=LAYOUT, block_index=1, num_tokens=128,
         ttl_class=1, payload=block.payload,
     )  # fmt: skip
     put_id = random.randrange(1 << 63)
-    return new, put_id, _cut(new, put_id, 1_700_000_000, c.view.pgmap)
+    return new, put_id, cut_shards(new, put_id, 1_700_000_000, c.view.pgmap.profile)
 
 
 async def _write_some(c, put, count: int) -> None:
@@ -301,3 +306,66 @@ async def _flip(c, key: bytes, shard: int, rng: random.Random) -> None:
                 return
             at += 1
     raise AssertionError("the shard is not on its node")
+
+
+async def test_blocks_of_nodes_that_are_away_are_late_not_damaged(tmp_path) -> None:
+    """What an operator is told of a cut in the network must not send him to look at disks."""
+    async with cluster(tmp_path, 3, profile="2+1") as c:
+        blocks = await c.put(1)
+        await c.stop(1)
+        await c.stop(2)
+        keys = b"".join(block.key for block in blocks)
+        async with c.store.fetch(keys, LAYOUT) as parts:
+            assert {part.reason async for part in parts} == {"timeout"}
+        assert (c.blocks.num_corrupt, (await c.store.stat()).corrupt_blocks) == (0, 0)
+        await asyncio.gather(c.start(1), c.start(2))
+        await c.settled()
+        assert await c.read(blocks) == [True] * len(blocks)
+
+
+async def test_s_11_a_node_that_was_away_brings_no_shard_of_an_erased_block_back(
+    tmp_path, monkeypatch
+) -> None:
+    monkeypatch.setattr(leader_module, "_LEAVINGS_AGE_S", -60)
+    async with cluster(tmp_path, 4, profile="2+2") as c:
+        mine = await c.put(1, tenant="acme")
+        theirs = await c.put(2, tenant="globex")
+        away = c.node_of(mine[1].key, 0)
+        await c.stop(away)
+        await until(lambda: len(c.view.up()) == 3)
+        await c.settled()
+        assert await c.store.delete_tenant("acme") == len(mine)
+        # So long that nobody remembers.
+        for runtime in c.runtimes.values():
+            meta = leader_of(runtime).meta
+            meta.remove([block.key[:16] for block in mine])
+        await c.start(away)
+        await c.settled()
+
+        def is_clean() -> bool:
+            data = b"".join(path.read_bytes() for path in tmp_path.rglob("seg-*"))
+            return not any(block.key[:16] in data for block in mine)
+
+        await until(is_clean)
+        data = b"".join(path.read_bytes() for path in tmp_path.rglob("seg-*"))
+        for block in mine:
+            assert not any(block.payload[at : at + 64] in data for at in range(0, 4900, 100))
+        await c.repaired()
+        assert await c.read(theirs) == [True] * len(theirs)
+
+
+async def test_messages_between_nodes_are_bounded_by_their_bytes(tmp_path) -> None:
+    """64 copies of a megabyte do not fit into one message: each was refused, for ever."""
+    size = 1 << 20
+    async with cluster(
+        tmp_path, 3, profile="1+2", payload_bytes=size, capacity_bytes=128 << 20,
+        segment_bytes=16 << 20, store={"payload_bytes": size},
+    ) as c:  # fmt: skip
+        blocks = await c.put(1, num_tokens=128 * 24, num_bytes=size)
+        keys = b"".join(block.key for block in blocks)
+        async with c.store.fetch(keys, LAYOUT) as parts:
+            found = {part.index: part.payload async for part in parts}
+        assert found == {number: block.payload for number, block in enumerate(blocks)}
+        link = c.blocks._links.get("n00")
+        refs = [ShardRef(bytes(16), 0, number) for number in range(20_000)]
+        assert await link.delete(refs, c.view.pgmap.epoch) == 0

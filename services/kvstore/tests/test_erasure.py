@@ -9,12 +9,15 @@ from services.kvstore.checksums import crc32c, crc32c_plain, native, xxh3_128, x
 from services.kvstore.erasure import (
     PlainErasureCode,
     code_for,
+    cut,
+    cut_plain,
     generator_rows,
     inverse,
     join,
     multiply,
     split,
 )
+from services.kvstore.formats import ShardHeader
 from services.kvstore.placement import (
     DEFAULT_PROFILE,
     WHOLE,
@@ -124,3 +127,34 @@ def test_digests_of_the_two_implementations_agree() -> None:
         assert xxh3_128(data) == xxh3_128_plain(data)
         assert xxh3_128(data, 77) == xxh3_128_plain(data, 77)
         assert crc32c(data, 5) == crc32c_plain(data, 5)
+
+
+@pytest.mark.parametrize("profile", ["10+2", "4+2", "2+1", "1+2", "1+0"])
+def test_shards_are_cut_alike_by_native_code_and_its_twin(profile: str) -> None:
+    rng = random.Random(profile)
+    shape = Profile.parse(profile)
+    for size in (1, 63, 64, 65, 1_000, 114_688 + 256):
+        data = rng.randbytes(size)
+        header = ShardHeader(
+            shard=0,
+            k=shape.k,
+            m=shape.m,
+            algorithm=1,
+            ttl_class=1,
+            shard_bytes=shard_bytes(size, shape),
+            object_bytes=size,
+            block_index=3,
+            key16=rng.randbytes(16),
+            parent16=rng.randbytes(16),
+            put_id=rng.getrandbits(64),
+            created_s=9,
+            data_crc=0,
+        )
+        at = rng.randint(0, size)
+        shards = cut(header.pack(), [data[:at], memoryview(data)[at:]], shape)
+        assert shards == cut_plain(header.pack(), [data], shape)
+        parsed = [ShardHeader.parse(shard[:128]) for shard in shards]
+        assert [p.shard for p in parsed if p] == list(range(shape.num_shards))
+        assert all(p and p.data_crc == crc32c(s[128:]) for p, s in zip(parsed, shards, strict=True))
+        kept = dict(rng.sample(list(enumerate(s[128:] for s in shards)), shape.k))
+        assert join(kept, size, shape) == data

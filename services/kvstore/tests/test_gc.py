@@ -1,12 +1,14 @@
 """Garbage collection: one pass over an embedded node, and the worker beside each storage node."""
 
 import asyncio
+import math
 from contextlib import AsyncExitStack
 
 import pytest
 from pelagos.kvstore.v1 import gc_pb2, gc_pb2_grpc
 
 from services.common.clock import VirtualClock
+from services.common.metrics import Metrics
 from services.common.rpc_client import call
 from services.common.service import RuntimeConfig, running
 from services.kvstore.backends.local import LocalBackend, LocalBackendConfig
@@ -14,7 +16,8 @@ from services.kvstore.config import GcConfig
 from services.kvstore.formats import State, TtlClass
 from services.kvstore.gc import main as gc_main
 from services.kvstore.gc.collector import Collector
-from services.kvstore.gc.policy import Waterlines
+from services.kvstore.gc.metrics import export_gc_metrics
+from services.kvstore.gc.policy import ClockGuard, Waterlines
 from services.kvstore.storage.node import Node
 from services.kvstore.store.blocks import EmbeddedBlocks, NewBlock, Outcome
 from services.kvstore.tests.cluster_kit import cluster, leader_of
@@ -68,6 +71,9 @@ async def test_above_high_the_oldest_go_down_to_low(small) -> None:
     assert (await node.usage()) == (40, 30)
     assert node.meta.table.get(block(gone[0]).key[:16])[5] == State.TOMBSTONE
     assert await store(blocks, block(gone[0])) is Outcome.COMMITTED
+    # The retention that the disk gives stays known when a pass has nothing to do.
+    assert (await collector.collect()).by_waterline == 0
+    assert (collector.retention_s, collector.totals.by_waterline) == (1200, 5)
 
 
 async def test_expired_blocks_go_without_a_waterline(small) -> None:
@@ -78,6 +84,77 @@ async def test_expired_blocks_go_without_a_waterline(small) -> None:
     done = await collector.collect()
     assert (done.expired, done.by_waterline) == (1, 0)
     assert [node.meta.has(block(n).key[:16]) for n in (1, 2)] == [False, True]
+    assert (collector.totals.expired, collector.retention_s) == (1, None)
+
+
+@pytest.mark.parametrize("jump_s", [86_400.0 * 8, -86_400.0])
+async def test_p_23_a_jump_of_the_wall_clock_expires_nothing_and_room_is_made_all_the_same(
+    small, jump_s
+) -> None:
+    clock, node, blocks, collector = small
+    await collector.collect()
+    for number in range(30):
+        await store(blocks, block(number))
+    clock.jump_wall(jump_s)
+    done = await collector.collect(with_orphans=True)
+    assert (done.expired, done.orphans, collector.holds_for_clock) == (0, 0, True)
+    assert len([n for n in range(30) if node.meta.table.get(block(n).key[:16])[5] == 1]) == 30
+    for number in range(30, 36):
+        await store(blocks, block(number))
+    assert (await collector.collect()).by_waterline == 6
+    # Back where it was: as if it had never been away.
+    clock.jump_wall(-jump_s)
+    assert (await collector.collect()).expired == 0
+    assert not collector.holds_for_clock
+    assert (await node.usage())[1] == 30
+
+
+async def test_p_23_a_jump_that_lasts_for_a_day_is_believed(small) -> None:
+    clock, _, blocks, collector = small
+    await collector.collect()
+    await store(blocks, block(1))
+    clock.jump_wall(600 + 259_200 + 1)
+    for _ in range(5):
+        assert (await collector.collect()).expired == 0
+        await clock.advance(86_399 / 5)
+    await clock.advance(2)
+    assert (await collector.collect()).expired == 1
+    assert not collector.holds_for_clock
+
+
+def test_small_steps_of_the_clock_are_followed_and_each_large_one_begins_anew() -> None:
+    guard = ClockGuard(max_jump_s=300, believed_after_s=1_000)
+    wall_s = 1e9
+    for now_s in range(100):
+        wall_s += 1 - 200  # an hour and more backwards, in steps
+        assert guard.believes(wall_s, float(now_s))
+    assert not guard.believes(wall_s + 3_600, 100.0)
+    assert not guard.believes(wall_s + 86_400, 1_099.0)
+    assert not guard.believes(wall_s + 86_400 + 900, 2_000.0), "another jump, another wait"
+    assert guard.believes(wall_s + 86_400 + 1_901, 3_001.0)
+
+
+async def test_the_metrics_of_a_collector_state_the_effective_retention(small) -> None:
+    clock, _, blocks, collector = small
+    metrics = Metrics("gc")
+    export_gc_metrics(metrics, collector, clock)
+
+    def read(name: str) -> float:
+        lines = metrics.render().decode().splitlines()
+        return float(
+            next(line for line in lines if line.startswith(f"pelagos_gc_{name}")).split()[1]
+        )
+
+    assert math.isnan(read("effective_retention_seconds "))
+    for number in range(36):
+        await store(blocks, block(number))
+    clock.jump_wall(3000)
+    await collector.collect()
+    await clock.advance(7)
+    assert read("effective_retention_seconds ") == 3000
+    assert read('evictions{why="waterline"}') == 6
+    assert read("collection_age_seconds ") == 7
+    assert read("used_share ") == 0.75
 
 
 async def test_pinned_blocks_stay_until_the_emergency(small) -> None:
@@ -126,7 +203,7 @@ async def test_tombstones_and_orphans_are_freed_in_the_end(small) -> None:
     left_over = block(2)
     await blocks.write(left_over)  # its writer died before the commit
     assert (await collector.collect(with_orphans=True)).orphans == 0
-    clock.jump_wall(1300)
+    await clock.advance(1300)
     assert (await collector.collect(with_orphans=True)).orphans == 1
     assert len(node.meta.table) == 0
     assert (await node.usage())[1] == 0

@@ -96,6 +96,15 @@ def test_a_touch_in_the_same_epoch_and_class_changes_nothing(make) -> None:
     assert (record.access_epoch, record.ttl_class) == (6, TtlClass.CHAT)
 
 
+@tables
+def test_a_touch_with_a_class_that_a_record_has_no_room_for_changes_nothing(make) -> None:
+    table = make()
+    table.set(key(1), fields(1, epoch=5, ttl=TtlClass.CHAT))
+    with pytest.raises(ValueError, match="class: at most 15"):
+        table.touch(key(1), 16, 9, 16, 1)
+    assert table.match_prefix(key(1), 16, 0, TTL_S) == (1, Stop.ALL)
+
+
 def test_t_gc_1_expired_first_then_down_to_low() -> None:
     assert num_to_evict(1000, 860, 100, Waterlines()) == 110
     assert 860 - 110 == 750 == 0.75 * 1000

@@ -5,8 +5,10 @@ import random
 from dataclasses import replace
 
 import pytest
-from pelagos.kvstore.v1 import swa_pb2_grpc
+from pelagos.engine.v1 import records_pb2
+from pelagos.kvstore.v1 import swa_pb2, swa_pb2_grpc
 
+from services.common.errors import Failure, Reason
 from services.common.membership import Member
 from services.common.rpc_client import Channels
 from services.common.rpc_server import RpcServer
@@ -53,6 +55,50 @@ def test_a_new_life_of_a_host_ends_what_the_old_one_said() -> None:
     assert directory.lookup([key(1), key(2)], 1) == [None, replace(HERE, host_epoch=6)]
     assert not directory.publish(key(3), HERE, 1)
     assert directory.num_stale == 1
+
+
+def test_a_later_life_of_one_instance_id_is_always_the_one_that_counts() -> None:
+    """Where the instance id is given it stays; one life in two was refused when epochs were drawn
+    by lot."""
+    directory = SwaDirectory()
+    for number in range(20):
+        pool = SwaPool("decode-0", "a:1", 1 << 20)
+        location, _ = pool.add(key(number), 128, b"state", False)
+        assert directory.publish(key(number), location, 0.0)
+
+
+def test_hosts_that_came_and_went_are_forgotten() -> None:
+    directory = SwaDirectory(max_entries=10)
+    for number in range(1_000):
+        directory.publish(key(number), replace(HERE, host=f"host-{number}"), 0.0)
+        assert len(directory._epochs) <= 21
+    directory.publish(key(1), replace(HERE, host_epoch=9), 100.0)
+    assert not directory.publish(key(2), HERE, 101.0)
+    directory.publish(key(3), replace(HERE, host="other"), 200.0)
+    directory.sweep(290.0)
+    assert list(directory._epochs) == ["other"]
+    # A host whose clock was set back is heard again, and not only when nobody else is.
+    assert directory.publish(key(2), HERE, 291.0)
+
+
+@pytest.mark.parametrize("field", ["host_instance_id", "address", "digest", "layout_digest"])
+async def test_names_of_any_length_are_refused(field) -> None:
+    servicer = swa_directory_servicer()
+    long = b"x" * 100_000 if "digest" in field else "x" * 100_000
+    where = {"host_instance_id": "a", "address": "a:1", "digest": b"d"}
+    layout = LAYOUT
+    if field == "layout_digest":
+        layout = long
+    else:
+        where[field] = long
+    request = swa_pb2.PublishRequest(
+        key=swa_pb2.SwaKey(key16=bytes(16), layout_digest=layout),
+        location=records_pb2.SwaLocation(**where),
+    )
+    with pytest.raises(Failure) as failure:
+        await servicer.Publish(request, None)
+    assert failure.value.reason is Reason.INVALID_REQUEST
+    assert len(servicer.directory) == 0
 
 
 def test_only_who_published_withdraws() -> None:

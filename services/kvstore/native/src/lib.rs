@@ -4,8 +4,11 @@ pub mod chain;
 pub mod crc;
 pub mod ec;
 pub mod gf;
+pub mod index_log;
 pub mod object;
+pub mod pages;
 pub mod segment;
+pub mod stripe;
 pub mod table;
 
 #[cfg(feature = "python")]

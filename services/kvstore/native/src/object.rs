@@ -1,6 +1,6 @@
 //! The 256-byte header of a stored block, and the check that decides whether bytes may be used.
 
-use xxhash_rust::xxh3::{xxh3_128, xxh3_128_with_seed};
+use twox_hash::XxHash3_128;
 
 use crate::crc;
 
@@ -21,12 +21,12 @@ pub enum Reject {
 
 /// xxh3-128 in its canonical (big-endian) form.
 pub fn digest(payload: &[u8]) -> [u8; 16] {
-    xxh3_128(payload).to_be_bytes()
+    XxHash3_128::oneshot(payload).to_be_bytes()
 }
 
 /// The same under a seed, for comparisons that nobody outside may aim at.
 pub fn seeded_digest(payload: &[u8], seed: u64) -> [u8; 16] {
-    xxh3_128_with_seed(payload, seed).to_be_bytes()
+    XxHash3_128::oneshot_with_seed(seed, payload).to_be_bytes()
 }
 
 /// Checks everything that a reader knows: header checksum, full key, layout, length, digest.

@@ -1,5 +1,6 @@
 //! Python binding: converts, releases the GIL, maps errors. No algorithm lives here.
 
+use std::mem::MaybeUninit;
 use std::path::PathBuf;
 use std::sync::RwLock;
 
@@ -12,7 +13,7 @@ use crate::ec::{Code, EcError, Path};
 use crate::object::{self, OBJECT_HEADER_BYTES};
 use crate::segment::{self, ShardId, StoreError};
 use crate::table::{self, Key16, Record, Table};
-use crate::{chain, crc};
+use crate::{chain, crc, stripe};
 
 /// Readable bytes of any contiguous buffer. The caller must not change them during the call.
 fn readable(buffer: &PyBuffer<u8>) -> PyResult<&[u8]> {
@@ -21,6 +22,22 @@ fn readable(buffer: &PyBuffer<u8>) -> PyResult<&[u8]> {
     }
     // SAFETY: contiguous, and kept alive by the PyBuffer.
     Ok(unsafe { std::slice::from_raw_parts(buffer.buf_ptr().cast(), buffer.len_bytes()) })
+}
+
+/// Bytes that somebody else owns. A `bytes` object needs no buffer to be asked for.
+#[derive(FromPyObject)]
+enum Piece<'py> {
+    Bytes(Bound<'py, PyBytes>),
+    Buffer(PyBuffer<u8>),
+}
+
+impl Piece<'_> {
+    fn bytes(&self) -> PyResult<&[u8]> {
+        match self {
+            Piece::Bytes(bytes) => Ok(bytes.as_bytes()),
+            Piece::Buffer(buffer) => readable(buffer),
+        }
+    }
 }
 
 #[allow(clippy::mut_from_ref)]
@@ -59,8 +76,13 @@ fn hash_chain<'py>(
     if block_tokens == 0 || !tokens.len().is_multiple_of(4) {
         return Err(PyValueError::new_err("tokens: whole u32 values, block_tokens: at least 1"));
     }
-    let keys = py.detach(|| chain::chain(&parent, tokens, block_tokens, &extras).concat());
-    Ok(PyBytes::new(py, &keys))
+    PyBytes::new_with(py, 32 * chain::num_blocks(tokens, block_tokens), |keys| {
+        py.detach(|| {
+            let (keys, _) = keys.as_chunks_mut();
+            chain::chain_into(&parent, tokens, block_tokens, &extras, keys);
+        });
+        Ok(())
+    })
 }
 
 /// CRC-32C of what `seed` was computed over, followed by `data`.
@@ -155,6 +177,27 @@ impl ErasureCode {
         })
     }
 
+    /// All k + m shards of an object given in pieces, header and data. `template` is the header of
+    /// any of them; number and checksums are filled in.
+    fn cut<'py>(
+        &self,
+        py: Python<'py>,
+        template: &[u8],
+        pieces: Vec<PyBuffer<u8>>,
+    ) -> PyResult<Vec<Bound<'py, PyBytes>>> {
+        let template = array(template, "template")?;
+        let pieces = pieces.iter().map(readable).collect::<PyResult<Vec<_>>>()?;
+        let len = segment::SHARD_HEADER_BYTES + stripe::data_len(&template);
+        let (objects, mut shards): (Vec<_>, Vec<_>) = (0..self.0.k + self.0.m)
+            .map(|_| blank_bytes(py, len))
+            .collect::<PyResult<Vec<_>>>()?
+            .into_iter()
+            .unzip();
+        py.detach(|| stripe::cut(&self.0, Path::best(), &template, &pieces, &mut shards))
+            .map_err(ec_error)?;
+        Ok(objects)
+    }
+
     /// The shards `wanted`, concatenated, from at least k shards given as (index, bytes).
     #[pyo3(signature = (present, wanted, path=None))]
     fn decode<'py>(
@@ -183,6 +226,22 @@ impl ErasureCode {
             })
             .map_err(ec_error)
         })
+    }
+}
+
+/// A bytes object to be filled, all of it, before anybody else sees it.
+fn blank_bytes(
+    py: Python<'_>,
+    len: usize,
+) -> PyResult<(Bound<'_, PyBytes>, &mut [MaybeUninit<u8>])> {
+    let len_c = len.try_into().map_err(|_| PyValueError::new_err("too long"))?;
+    // SAFETY: a new object of which we hold the only reference may be written until it is given
+    // away; its buffer lives as long as it does, which the caller keeps for as long as the slice.
+    unsafe {
+        let object = pyo3::ffi::PyBytes_FromStringAndSize(std::ptr::null(), len_c);
+        let object = Bound::from_owned_ptr_or_err(py, object)?.cast_into_unchecked::<PyBytes>();
+        let data = pyo3::ffi::PyBytes_AsString(object.as_ptr()).cast();
+        Ok((object, std::slice::from_raw_parts_mut(data, len)))
     }
 }
 
@@ -282,6 +341,9 @@ impl IndexTable {
     ) -> PyResult<Bound<'py, PyBytes>> {
         let keys = readable(&keys)?;
         whole(keys.len(), stride.max(16), "keys")?;
+        if class > 15 {
+            return Err(PyValueError::new_err("class: at most 15"));
+        }
         let n_pg = self.n_pg;
         let log = self.write(py, |table| table.touch(keys, stride, epoch, class, n_pg, first_seq));
         Ok(PyBytes::new(py, &log))
@@ -359,6 +421,9 @@ fn encode_log_entry<'py>(
     n_pg: u16,
 ) -> PyResult<Bound<'py, PyBytes>> {
     let (put_id, index, created_s, epoch, shards, state, class, flags) = record;
+    if state > 15 || class > 15 {
+        return Err(PyValueError::new_err("state, class: at most 15"));
+    }
     let record = Record::new(put_id, index, created_s, epoch, shards, state, class, flags);
     let entry =
         table::encode_entry(seq, op, &array(key, "key")?, &record, &array(parent, "parent")?, n_pg);
@@ -406,8 +471,8 @@ impl SegmentStore {
     }
 
     /// Number of the log record: durable once `sync` has returned a larger one.
-    fn put(&self, py: Python<'_>, pieces: Vec<PyBuffer<u8>>) -> PyResult<u64> {
-        let pieces = pieces.iter().map(readable).collect::<PyResult<Vec<_>>>()?;
+    fn put(&self, py: Python<'_>, pieces: Vec<Piece<'_>>) -> PyResult<u64> {
+        let pieces = pieces.iter().map(Piece::bytes).collect::<PyResult<Vec<_>>>()?;
         py.detach(|| self.0.put(&pieces)).map_err(store_error)
     }
 
@@ -457,18 +522,24 @@ impl SegmentStore {
         Ok(self.0.len_of(&shard_id(key, shard, put_id)?))
     }
 
-    /// How many of the shards (key, shard, put_id) were there and are freed.
-    fn delete(&self, py: Python<'_>, ids: Vec<IdTuple>) -> PyResult<usize> {
+    /// How many of the shards (key, shard, put_id) were there and are freed; overwritten on demand.
+    #[pyo3(signature = (ids, erase = false))]
+    fn delete(&self, py: Python<'_>, ids: Vec<IdTuple>, erase: bool) -> PyResult<usize> {
         let ids = ids
             .iter()
             .map(|(key, shard, put_id)| shard_id(key, *shard, *put_id))
             .collect::<PyResult<Vec<_>>>()?;
-        py.detach(|| self.0.delete(&ids)).map_err(store_error)
+        py.detach(|| self.0.delete(&ids, erase)).map_err(store_error)
     }
 
     /// Group commit; the number below which every record is on the disk.
     fn sync(&self, py: Python<'_>) -> PyResult<u64> {
         py.detach(|| self.0.sync()).map_err(store_error)
+    }
+
+    /// How many shards were taken up from slots that the log did not name.
+    fn rescan(&self, py: Python<'_>) -> PyResult<u64> {
+        py.detach(|| self.0.rescan()).map_err(store_error)
     }
 
     /// (headers of shards, concatenated, next slot or None).

@@ -1,14 +1,17 @@
 //! Segment files of fixed slots, with an index log beside them: the disk of one storage node or of
 //! the embedded backend.
 //!
-//! A slot holds one shard: a header of 128 bytes and its data. The slot is written first, then the
-//! index log names it; nothing reads a slot that the log does not name. `sync` flushes segments,
-//! then writes a mark; at opening, entries before the last mark are trusted (and still checked by
-//! every read), entries after it are verified in full and freed when torn. A lost log is rebuilt
-//! from the headers. Why not LMDB: docs/adr.
+//! A slot holds one shard: a header of 128 bytes and its data. The index log claims free slots, a few
+//! dozen at a time, before they are written; later it names what lies in them. `sync` flushes
+//! segments, then writes the records that wait and a mark. At opening, entries before the last mark
+//! are trusted (and still checked by every read); entries after it, and claimed slots that nothing
+//! names, are verified in full and freed when torn. A lost or damaged log is made good from the
+//! headers; a deleted shard's header is blanked, so that nothing that was deleted comes back that
+//! way. Why not LMDB, and why claims: docs/adr.
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::fs::{DirBuilder, File, OpenOptions};
+use std::hash::{BuildHasherDefault, Hasher};
 use std::io::{self, ErrorKind, Write};
 use std::os::fd::AsRawFd;
 use std::os::unix::fs::{DirBuilderExt, FileExt, OpenOptionsExt};
@@ -16,14 +19,13 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use crate::crc;
+use crate::index_log::{self, IndexLog, Place, RECORD_BYTES, Record};
 use crate::table::Key16;
 
 pub const SHARD_HEADER_BYTES: usize = 128;
 const PAGE: u64 = 4096;
-const LOG_RECORD: usize = 48;
-const OP_PUT: u8 = 1;
-const OP_DELETE: u8 = 2;
-const OP_SYNC: u8 = 3;
+/// Slots claimed with one write to the log. An opening after a crash reads as many more.
+const CLAIM_AT_ONCE: usize = 4 * index_log::SLOTS_PER_CLAIM;
 
 /// What a shard is called: two attempts to put one key never share a name.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
@@ -32,6 +34,38 @@ pub struct ShardId {
     pub shard: u8,
     pub put_id: u64,
 }
+
+/// Keys are cut from digests under a secret, and put ids are random: nobody can aim at one bucket,
+/// so mixing is enough.
+#[derive(Default)]
+struct IdHasher(u64);
+
+impl Hasher for IdHasher {
+    fn write(&mut self, bytes: &[u8]) {
+        for part in bytes.chunks(8) {
+            let mut word = [0; 8];
+            word[..part.len()].copy_from_slice(part);
+            self.write_u64(u64::from_le_bytes(word));
+        }
+    }
+
+    fn write_u8(&mut self, value: u8) {
+        self.write_u64(value as u64);
+    }
+
+    fn write_usize(&mut self, _length: usize) {}
+
+    fn write_u64(&mut self, value: u64) {
+        self.0 = (self.0.rotate_left(26) ^ value).wrapping_mul(0x9e37_79b9_7f4a_7c15);
+    }
+
+    fn finish(&self) -> u64 {
+        // The map takes its bucket from the low bits, which a product mixes least.
+        self.0 ^ self.0 >> 32
+    }
+}
+
+type Index = HashMap<ShardId, Place, BuildHasherDefault<IdHasher>>;
 
 #[derive(Debug)]
 pub enum StoreError {
@@ -65,13 +99,6 @@ pub enum Miss {
 
 /// Bad shards that were freed, shards read, and the next slot.
 pub type Scrubbed = (Vec<(ShardId, Miss)>, u64, Option<u32>);
-
-#[derive(Clone, Copy)]
-struct Place {
-    slot: u32,
-    len: u32,
-    created_s: u32,
-}
 
 /// How slots lie in segments.
 #[derive(Clone, Copy)]
@@ -122,19 +149,23 @@ impl Geometry {
 
 struct Inner {
     geometry: Geometry,
-    index: HashMap<ShardId, Place>,
+    index: Index,
     owners: Vec<Option<ShardId>>,
     /// Slots of existing segments without an owner; the highest is taken last so that a store that
     /// is little used stays in few segments.
     free: Vec<u32>,
+    /// Of those, taken out of `free`: the ones that the log claims, to be used next.
+    ready: Vec<u32>,
+    /// Claimed slots that somebody is writing.
+    writing: Vec<u32>,
     segments: Vec<Option<Arc<File>>>,
     dirty: Vec<bool>,
-    log: File,
-    /// Records ever written before this log file began: numbers of records never repeat.
-    log_base: u64,
-    num_log_records: u64,
+    log: IndexLog,
     is_synced: bool,
     unsynced_bytes: u64,
+    /// The log on disk does not say what lives (a disk without room kept it from being written
+    /// anew): nothing may be appended before it does.
+    is_log_stale: bool,
 }
 
 /// Numbers of a store, for metrics and waterlines.
@@ -160,6 +191,8 @@ pub struct Store {
     dir: PathBuf,
     geometry: Geometry,
     inner: Mutex<Inner>,
+    /// One group commit at a time: a second one must not answer before the first one's flush.
+    sync_turn: Mutex<()>,
     pub recovery: Recovery,
     lock_file: File,
 }
@@ -182,20 +215,6 @@ pub fn parse_header(header: &[u8]) -> Option<(ShardId, u32)> {
         let key = header[24..40].try_into().expect("16 bytes");
         (ShardId { key, shard: header[5], put_id: long(header, 56) }, word(header, 12))
     })
-}
-
-fn encode_log(op: u8, id: &ShardId, place: &Place) -> [u8; LOG_RECORD] {
-    let mut bytes = [0; LOG_RECORD];
-    bytes[0] = op;
-    bytes[1] = id.shard;
-    bytes[4..8].copy_from_slice(&place.slot.to_le_bytes());
-    bytes[8..24].copy_from_slice(&id.key);
-    bytes[24..32].copy_from_slice(&id.put_id.to_le_bytes());
-    bytes[32..36].copy_from_slice(&place.len.to_le_bytes());
-    bytes[36..40].copy_from_slice(&place.created_s.to_le_bytes());
-    let crc = crc::crc32c(&bytes[..44]);
-    bytes[44..].copy_from_slice(&crc.to_le_bytes());
-    bytes
 }
 
 fn owner_only(path: &Path, truncate: bool) -> io::Result<File> {
@@ -246,8 +265,12 @@ impl Store {
                     Err(error) => return Err(error.into()),
                 };
             // A segment cut short is made whole again; its lost slots fail their checksums.
-            if file.metadata()?.len() < geometry.segment_bytes() {
-                file.set_len(geometry.segment_bytes())?;
+            // On a disk without room it stays short: slots past its end fail to be read, no more.
+            if file.metadata()?.len() < geometry.segment_bytes()
+                && let Err(error) = file.set_len(geometry.segment_bytes()).map_err(StoreError::from)
+                && !matches!(error, StoreError::Full)
+            {
+                return Err(error);
             }
             segments.push(Some(Arc::new(file)));
         }
@@ -255,19 +278,20 @@ impl Store {
         let log = std::fs::read(&log_path).unwrap_or_default();
         let mut inner = Inner {
             geometry,
-            index: HashMap::new(),
+            index: Index::default(),
             owners: vec![None; geometry.num_slots() as usize],
             free: Vec::new(),
+            ready: Vec::new(),
+            writing: Vec::new(),
             dirty: vec![false; segments.len()],
             segments,
-            log: owner_only(&log_path, false)?,
-            log_base: 0,
-            num_log_records: 0,
+            log: IndexLog::new(owner_only(&log_path, false)?, (log.len() / RECORD_BYTES) as u64),
             is_synced: true,
             unsynced_bytes: 0,
+            is_log_stale: false,
         };
         let mut recovery =
-            if log.len() < LOG_RECORD { inner.rebuild() } else { inner.replay(&log) };
+            if log.len() < RECORD_BYTES { inner.rebuild() } else { inner.replay(&log) };
         recovery.num_shards = inner.index.len() as u64;
         for number in
             (0..max_segments).rev().filter(|number| inner.segments[*number as usize].is_some())
@@ -276,11 +300,19 @@ impl Store {
             let slots = (first..first + geometry.slots_per_segment).rev();
             inner.free.extend(slots.filter(|slot| inner.owners[*slot as usize].is_none()));
         }
-        inner.compact(dir)?;
+        if let Err(error) = inner.compact(dir) {
+            // A disk without room must not keep the store from reading what it has (P-34).
+            if !matches!(error, StoreError::Full) {
+                return Err(error);
+            }
+            inner.is_synced = false;
+            inner.is_log_stale = recovery.was_rebuilt;
+        }
         Ok(Store {
             dir: dir.to_path_buf(),
             geometry,
             inner: Mutex::new(inner),
+            sync_turn: Mutex::new(()),
             recovery,
             lock_file: lock,
         })
@@ -304,41 +336,56 @@ impl Store {
         }
         let (slot, file) = {
             let mut inner = self.lock();
+            inner.freshen_log(&self.dir)?;
             if inner.index.contains_key(&id) {
-                return Ok(inner.next_number().saturating_sub(1));
+                return Ok(inner.log.next_number().saturating_sub(1));
             }
-            let slot = match inner.free.pop() {
-                Some(slot) => slot,
-                None => self.add_segment(&mut inner)?,
-            };
-            match inner.segments[self.geometry.segment_of(slot)].clone() {
-                Some(file) => (slot, file),
-                None => return Err(StoreError::Full),
-            }
+            self.take_slot(&mut inner)?
         };
-        let written = write_all_at(&file, pieces, self.geometry.offset(slot));
+        // Whole pages: the kernel zeroes, or reads, the rest of a page that is written in part.
+        const ZEROS: [u8; PAGE as usize] = [0; PAGE as usize];
+        let padding = &ZEROS[..total.next_multiple_of(ZEROS.len()) - total];
+        let written = write_all_at(&file, pieces, padding, self.geometry.offset(slot));
         let mut inner = self.lock();
+        inner.writing.retain(|other| *other != slot);
         if let Err(error) = written {
-            inner.free.push(slot);
+            inner.give_back(slot);
             return Err(error.into());
         }
-        if inner.index.contains_key(&id) {
-            inner.free.push(slot);
-            return Ok(inner.next_number().saturating_sub(1));
+        if let Some(place) = inner.index.get(&id).copied() {
+            // Another put of the same shard was faster; or a rescan took up this very slot.
+            if place.slot != slot {
+                inner.give_back(slot);
+            }
+            return Ok(inner.log.next_number().saturating_sub(1));
         }
         let place = Place { slot, len, created_s: word(header, 64) };
-        if let Err(error) = inner.append(OP_PUT, &id, &place) {
-            inner.free.push(slot);
-            return Err(error.into());
-        }
+        inner.log.push(&Record::Put(id, place));
+        inner.is_synced = false;
         inner.assign(id, place);
         inner.dirty[self.geometry.segment_of(slot)] = true;
         inner.unsynced_bytes += total as u64;
-        Ok(inner.next_number() - 1)
+        Ok(inner.log.next_number() - 1)
     }
 
-    /// Takes room for one more segment and returns one of its slots; Full at the capacity.
-    fn add_segment(&self, inner: &mut Inner) -> Result<u32, StoreError> {
+    /// A slot that the log claims, and its file, for the caller to write. Full at the capacity, or
+    /// when the disk has no room for the claim.
+    fn take_slot(&self, inner: &mut Inner) -> Result<(u32, Arc<File>), StoreError> {
+        if inner.ready.is_empty() {
+            if inner.free.is_empty() {
+                self.add_segment(inner)?;
+            }
+            inner.claim()?;
+        }
+        let slot = inner.ready.pop().ok_or(StoreError::Full)?;
+        let file = inner.segments[self.geometry.segment_of(slot)].clone();
+        let file = file.ok_or(StoreError::Full)?;
+        inner.writing.push(slot);
+        Ok((slot, file))
+    }
+
+    /// Takes room for one more segment, whose slots are free; Full at the capacity.
+    fn add_segment(&self, inner: &mut Inner) -> Result<(), StoreError> {
         let number = (0..self.geometry.max_segments)
             .find(|number| inner.segments[*number as usize].is_none());
         let number = number.ok_or(StoreError::Full)?;
@@ -351,10 +398,13 @@ impl Store {
             let _ = std::fs::remove_file(&path);
             return Err(error.into());
         }
+        // Flushing data later does not promise that the file is found by its name.
+        file.sync_all()?;
+        File::open(&self.dir)?.sync_all()?;
         inner.segments[number as usize] = Some(Arc::new(file));
         let first = number * self.geometry.slots_per_segment;
-        inner.free.extend((first + 1..first + self.geometry.slots_per_segment).rev());
-        Ok(first)
+        inner.free.extend((first..first + self.geometry.slots_per_segment).rev());
+        Ok(())
     }
 
     fn lock(&self) -> std::sync::MutexGuard<'_, Inner> {
@@ -411,18 +461,30 @@ impl Store {
     }
 
     /// Frees the slots of these shards; ids that are not there are skipped. Returns how many were.
-    pub fn delete(&self, ids: &[ShardId]) -> Result<usize, StoreError> {
+    /// With `erase` their bytes are overwritten too, or it fails.
+    pub fn delete(&self, ids: &[ShardId], erase: bool) -> Result<usize, StoreError> {
         let mut inner = self.lock();
+        inner.freshen_log(&self.dir)?;
         let mut count = 0;
         for id in ids {
             let Some(place) = inner.index.get(id).copied() else { continue };
-            inner.append(OP_DELETE, id, &place)?;
+            let blanked = inner.blank(place.slot, erase);
+            inner.log.push(&Record::Delete(*id));
+            inner.is_synced = false;
+            let logged = inner.log.flush();
+            // Either is enough to forget it; a disk without room for the record allows the first.
+            if erase || logged.is_err() {
+                if blanked.is_err() && logged.is_err() {
+                    inner.log.pop(1);
+                }
+                blanked?;
+            }
             if let Some(slot) = inner.release(id) {
                 inner.free.push(slot);
                 count += 1;
             }
         }
-        if inner.num_log_records > 4 * inner.index.len() as u64 + 4096 {
+        if inner.log.num_records() > 4 * inner.index.len() as u64 + 4096 {
             inner.compact(&self.dir)?;
         }
         Ok(count)
@@ -430,35 +492,63 @@ impl Store {
 
     /// Group commit: when it returns n, every shard whose put returned less than n is on the disk.
     pub fn sync(&self) -> Result<u64, StoreError> {
-        let (files, covered) = {
+        let _turn = self.sync_turn.lock().unwrap_or_else(|poisoned| poisoned.into_inner());
+        let (dirty, covered) = {
             let mut inner = self.lock();
+            inner.freshen_log(&self.dir)?;
             inner.unsynced_bytes = 0;
-            let dirty: Vec<usize> =
-                (0..inner.dirty.len()).filter(|number| inner.dirty[*number]).collect();
             if inner.is_synced {
-                return Ok(inner.next_number());
+                return Ok(inner.log.next_number());
             }
-            let files: Vec<Arc<File>> =
-                dirty.iter().filter_map(|number| inner.segments[*number].clone()).collect();
+            let dirty: Vec<(usize, Arc<File>)> = (0..inner.dirty.len())
+                .filter(|number| inner.dirty[*number])
+                .filter_map(|number| Some((number, inner.segments[number].clone()?)))
+                .collect();
             inner.dirty.fill(false);
-            (files, inner.next_number())
+            (dirty, inner.log.next_number())
         };
-        for file in &files {
-            file.sync_data()?;
+        for (_, file) in &dirty {
+            if let Err(error) = file.sync_data() {
+                // What was not flushed is still to be flushed: the next call must not skip it.
+                let mut inner = self.lock();
+                dirty.iter().for_each(|(number, _)| inner.dirty[*number] = true);
+                return Err(error.into());
+            }
         }
         let log = {
             let mut inner = self.lock();
             // A compaction in between has flushed everything up to here and began a new file.
-            if let Some(covered_here) = covered.checked_sub(inner.log_base) {
-                let mark = ShardId { key: [0; 16], shard: 0, put_id: covered_here };
-                let is_all = inner.next_number() == covered;
-                inner.append(OP_SYNC, &mark, &Place { slot: 0, len: 0, created_s: 0 })?;
-                inner.is_synced = is_all;
+            if let Some(covered_here) = covered.checked_sub(inner.log.base()) {
+                let is_all = inner.log.next_number() == covered;
+                inner.log.push(&Record::Mark(covered_here));
+                // No reason to call what is on the disk not durable when the disk is full: the
+                // claims are in the log, and opening reads more than it must.
+                let marked = inner.log.flush();
+                if marked.is_err() {
+                    inner.log.pop(1);
+                }
+                inner.is_synced = is_all && marked.is_ok();
             }
-            inner.log.try_clone()?
+            inner.log.try_clone_file()?
         };
         log.sync_data()?;
         Ok(covered)
+    }
+
+    /// Takes up shards that lie in slots which the log does not name, for an owner whose own records
+    /// say that some are missing; returns how many.
+    pub fn rescan(&self) -> Result<u64, StoreError> {
+        let mut inner = self.lock();
+        inner.freshen_log(&self.dir)?;
+        let found = inner.take_up_unnamed(0..self.geometry.num_slots()).num_shards;
+        if found > 0 {
+            let inner = &mut *inner;
+            for slots in [&mut inner.free, &mut inner.ready] {
+                slots.retain(|slot| inner.owners[*slot as usize].is_none());
+            }
+            inner.compact(&self.dir)?;
+        }
+        Ok(found)
     }
 
     /// Ids from the given slot on, at most `limit`, with their creation time; and the next slot.
@@ -495,7 +585,7 @@ impl Store {
             {
                 // Deleted and overwritten while we read is no fault.
                 if self.lock().owners[slot as usize] == Some(id) {
-                    self.delete(&[id])?;
+                    self.delete(&[id], false)?;
                     bad.push((id, miss));
                 }
             }
@@ -533,39 +623,39 @@ impl Store {
             disk_bytes: segments
                 * self.geometry.slots_per_segment as u64
                 * self.geometry.slot_bytes
-                + inner.num_log_records * LOG_RECORD as u64,
+                + inner.log.num_records() * RECORD_BYTES as u64,
             unsynced_bytes: inner.unsynced_bytes,
-            num_log_records: inner.num_log_records,
+            num_log_records: inner.log.num_records(),
         }
     }
 }
 
 impl Inner {
     fn replay(&mut self, log: &[u8]) -> Recovery {
-        let mut records = Vec::new();
-        for bytes in log.chunks_exact(LOG_RECORD) {
-            if word(bytes, 44) != crc::crc32c(&bytes[..44]) {
-                break;
-            }
-            records.push(bytes);
-        }
-        let mut marks = records.iter().filter(|bytes| bytes[0] == OP_SYNC);
-        let num_trusted = marks.next_back().map_or(0, |bytes| long(bytes, 24));
+        let records = index_log::parse(log);
+        let marks = records.iter().filter_map(|(_, record)| match record {
+            Record::Mark(number) => Some(*number),
+            _ => None,
+        });
+        // Every log is begun with what lives and a mark: one without any has lost its beginning.
+        let last_mark = marks.max();
+        let num_trusted = last_mark.unwrap_or(0);
+        let num_sound = records.iter().filter(|(number, _)| *number < num_trusted).count() as u64;
         let mut suspects = Vec::new();
-        for (number, bytes) in records.iter().enumerate() {
-            let key = bytes[8..24].try_into().expect("16 bytes");
-            let id = ShardId { key, shard: bytes[1], put_id: long(bytes, 24) };
-            let place =
-                Place { slot: word(bytes, 4), len: word(bytes, 32), created_s: word(bytes, 36) };
-            match bytes[0] {
-                OP_PUT if self.is_usable(&place) => {
+        // What was claimed and never named: somebody may have written there when the process died.
+        let mut unnamed = BTreeSet::new();
+        for (number, record) in records {
+            match record {
+                Record::Put(id, place) if self.is_usable(&place) => {
                     self.assign(id, place);
-                    if number as u64 >= num_trusted {
+                    unnamed.remove(&place.slot);
+                    if number >= num_trusted {
                         suspects.push(id);
                     }
                 }
-                OP_DELETE => drop(self.release(&id)),
-                _ => {}
+                Record::Put(..) | Record::Mark(_) | Record::Unknown => {}
+                Record::Delete(id) => drop(self.release(&id)),
+                Record::Claim(slots) => unnamed.extend(slots),
             }
         }
         let mut torn = 0;
@@ -578,24 +668,42 @@ impl Inner {
                 torn += 1;
             }
         }
-        Recovery { num_torn: torn, ..Recovery::default() }
+        let mut recovery = Recovery { num_torn: torn, ..Recovery::default() };
+        // Records that were on the disk are gone. A torn end is no reason: nothing in it was
+        // called durable, and looking through all free slots of a large disk takes long.
+        recovery.was_rebuilt = num_sound < num_trusted || last_mark.is_none();
+        let num_slots = self.geometry.num_slots();
+        recovery.num_torn += if recovery.was_rebuilt {
+            self.take_up_unnamed(0..num_slots).num_torn
+        } else {
+            self.take_up_unnamed(unnamed.into_iter().filter(|slot| *slot < num_slots)).num_torn
+        };
+        recovery
     }
 
-    /// Without a log the headers tell everything; each shard is verified in full.
+    /// Without a log the headers tell everything.
     fn rebuild(&mut self) -> Recovery {
+        let was_rebuilt = self.segments.iter().any(|file| file.is_some());
+        Recovery { was_rebuilt, ..self.take_up_unnamed(0..self.geometry.num_slots()) }
+    }
+
+    /// Looks through these slots for shards that the index does not name; each is verified in full.
+    /// One may lie in a slot that a lost record gave away: whoever is said to own it is overwritten.
+    fn take_up_unnamed(&mut self, slots: impl IntoIterator<Item = u32>) -> Recovery {
         let mut recovery = Recovery::default();
         let mut buffer = vec![0; self.geometry.slot_bytes as usize];
-        for slot in 0..self.owners.len() as u32 {
-            let Some(file) = self.segments[self.geometry.segment_of(slot)].clone() else {
-                continue;
-            };
-            recovery.was_rebuilt = true;
+        for slot in slots {
+            let segment = self.geometry.segment_of(slot);
+            let Some(file) = self.segments[segment].clone() else { continue };
             let header = &mut [0; SHARD_HEADER_BYTES];
             if file.read_exact_at(header, self.geometry.offset(slot)).is_err() {
                 continue;
             }
             let Some((id, len)) = parse_header(header) else { continue };
             let place = Place { slot, len, created_s: word(header, 64) };
+            if self.index.contains_key(&id) {
+                continue;
+            }
             if !self.is_usable(&place)
                 || self.geometry.read_verified(Some(&file), &id, &place, &mut buffer).is_err()
             {
@@ -603,8 +711,48 @@ impl Inner {
                 continue;
             }
             self.assign(id, place);
+            self.dirty[segment] = true;
+            recovery.num_shards += 1;
         }
         recovery
+    }
+
+    /// Notes in the log that the next free slots are going to be written.
+    fn claim(&mut self) -> io::Result<()> {
+        let slots = self.free.split_off(self.free.len().saturating_sub(CLAIM_AT_ONCE));
+        for record in index_log::claims(&slots) {
+            self.log.push(&record);
+        }
+        self.is_synced = false;
+        if let Err(error) = self.log.flush() {
+            self.log.pop(slots.len().div_ceil(index_log::SLOTS_PER_CLAIM));
+            self.free.extend(slots);
+            return Err(error);
+        }
+        self.ready = slots;
+        Ok(())
+    }
+
+    /// Makes a slot ready again that was claimed and not put to use. It is blank then: opening must
+    /// not find there a shard that nobody was told of, or a second copy that outlives the first.
+    fn give_back(&mut self, slot: u32) {
+        // A device that fails here leaves at worst an orphan.
+        let _ = self.blank(slot, false);
+        self.ready.push(slot);
+    }
+
+    /// Makes a slot's header say nothing, or all of the slot.
+    fn blank(&mut self, slot: u32, all: bool) -> io::Result<()> {
+        let segment = self.geometry.segment_of(slot);
+        let len = if all { self.geometry.slot_bytes as usize } else { SHARD_HEADER_BYTES };
+        let Some(file) = &self.segments[segment] else { return Ok(()) };
+        self.dirty[segment] = true;
+        self.is_synced = false;
+        file.write_all_at(&vec![0; len], self.geometry.offset(slot))
+    }
+
+    fn freshen_log(&mut self, dir: &Path) -> Result<(), StoreError> {
+        if self.is_log_stale { self.compact(dir) } else { Ok(()) }
     }
 
     fn is_usable(&self, place: &Place) -> bool {
@@ -619,39 +767,23 @@ impl Inner {
             file.sync_data()?;
         }
         let path = dir.join("index.new");
-        let mut bytes = Vec::with_capacity((self.index.len() + 1) * LOG_RECORD);
-        for (id, place) in &self.index {
-            bytes.extend_from_slice(&encode_log(OP_PUT, id, place));
+        let claimed: Vec<u32> = self.ready.iter().chain(&self.writing).copied().collect();
+        let puts = self.index.iter().map(|(id, place)| Record::Put(*id, *place));
+        let mut bytes = Vec::with_capacity((self.index.len() + claimed.len() + 1) * RECORD_BYTES);
+        for record in index_log::claims(&claimed).chain(puts) {
+            bytes.extend_from_slice(&record.encode());
         }
-        let mark = ShardId { key: [0; 16], shard: 0, put_id: self.index.len() as u64 };
-        bytes.extend_from_slice(&encode_log(
-            OP_SYNC,
-            &mark,
-            &Place { slot: 0, len: 0, created_s: 0 },
-        ));
+        let mark = Record::Mark((bytes.len() / RECORD_BYTES) as u64);
+        bytes.extend_from_slice(&mark.encode());
         let mut file = owner_only(&path, true)?;
         file.write_all(&bytes)?;
         file.sync_data()?;
         std::fs::rename(&path, dir.join("index.log"))?;
         File::open(dir)?.sync_all()?;
-        self.log = file;
-        self.log_base += self.num_log_records;
-        self.num_log_records = self.index.len() as u64 + 1;
+        self.log.go_on_in(file, (bytes.len() / RECORD_BYTES) as u64);
         self.is_synced = true;
+        self.is_log_stale = false;
         self.unsynced_bytes = 0;
-        Ok(())
-    }
-
-    fn next_number(&self) -> u64 {
-        self.log_base + self.num_log_records
-    }
-
-    fn append(&mut self, op: u8, id: &ShardId, place: &Place) -> io::Result<()> {
-        // Writing at the known end also repairs a record that a full disk cut short.
-        self.log
-            .write_all_at(&encode_log(op, id, place), self.num_log_records * LOG_RECORD as u64)?;
-        self.num_log_records += 1;
-        self.is_synced = false;
         Ok(())
     }
 
@@ -677,27 +809,25 @@ fn segment_path(dir: &Path, number: u32) -> PathBuf {
     dir.join(format!("seg-{number:04}"))
 }
 
-fn write_all_at(file: &File, pieces: &[&[u8]], offset: u64) -> io::Result<()> {
-    let vectors: Vec<libc::iovec> = pieces
-        .iter()
-        .map(|piece| libc::iovec { iov_base: piece.as_ptr() as *mut _, iov_len: piece.len() })
-        .collect();
-    let total: usize = pieces.iter().map(|piece| piece.len()).sum();
+/// Writes pieces and what pads them, one behind the other.
+fn write_all_at(file: &File, pieces: &[&[u8]], padding: &[u8], offset: u64) -> io::Result<()> {
+    // Vectors for the pieces of any shard of ours; what is beyond them is written piece by piece.
+    let mut vectors = [libc::iovec { iov_base: std::ptr::null_mut(), iov_len: 0 }; 8];
+    let padded = || pieces.iter().copied().chain([padding]);
+    let mut count = 0;
+    for (vector, piece) in vectors.iter_mut().zip(padded()) {
+        *vector = libc::iovec { iov_base: piece.as_ptr() as *mut _, iov_len: piece.len() };
+        count += 1;
+    }
+    let total: usize = padded().map(<[u8]>::len).sum();
     // SAFETY: the vectors point into slices that outlive the call, which only reads them.
-    let written = unsafe {
-        libc::pwritev(
-            file.as_raw_fd(),
-            vectors.as_ptr(),
-            vectors.len() as i32,
-            offset as libc::off_t,
-        )
-    };
+    let written =
+        unsafe { libc::pwritev(file.as_raw_fd(), vectors.as_ptr(), count, offset as libc::off_t) };
     match written {
         -1 => Err(io::Error::last_os_error()),
         count if count as usize == total => Ok(()),
         // The disk filled up or a signal came in between: piece by piece says which.
-        _ => pieces
-            .iter()
+        _ => padded()
             .try_fold(offset, |at, piece| {
                 file.write_all_at(piece, at).map(|()| at + piece.len() as u64)
             })

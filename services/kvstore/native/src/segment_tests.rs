@@ -66,7 +66,7 @@ fn what_is_put_comes_back_also_after_a_restart() {
     for n in 0..20 {
         put(&store, n);
     }
-    store.delete(&[shard(3, 1, 1).0]).unwrap();
+    store.delete(&[shard(3, 1, 1).0], false).unwrap();
     store.sync().unwrap();
     for n in 20..25 {
         put(&store, n);
@@ -93,8 +93,8 @@ fn the_capacity_is_a_bound_on_the_disk() {
         .unwrap()
         .map(|file| file.unwrap().metadata().unwrap().len())
         .sum();
-    assert!(on_disk <= 4 * 8 * 8192 + 64 * LOG_RECORD as u64);
-    store.delete(&[shard(5, 1, 1).0]).unwrap();
+    assert!(on_disk <= 4 * 8 * 8192 + 64 * RECORD_BYTES as u64);
+    store.delete(&[shard(5, 1, 1).0], false).unwrap();
     put(&store, 32);
     assert!(is_right(&store, 32) && !is_right(&store, 5));
 }
@@ -111,6 +111,198 @@ fn a_lost_or_damaged_log_is_rebuilt_from_the_headers() {
     let store = dir.open();
     assert_eq!(store.recovery, Recovery { num_shards: 10, num_torn: 0, was_rebuilt: true });
     assert!((0..10).all(|n| is_right(&store, n)));
+}
+
+#[test]
+fn a_damaged_record_costs_nothing_that_was_synced() {
+    for record in [0, 4, 9] {
+        let dir = Dir::new(&format!("damaged-{record}"));
+        let store = dir.open();
+        for n in 0..10 {
+            put(&store, n);
+        }
+        store.sync().unwrap();
+        drop(store);
+        let log = OpenOptions::new().write(true).open(dir.0.join("index.log")).unwrap();
+        log.write_all_at(&[0xff], record * RECORD_BYTES as u64 + 11).unwrap();
+        let store = dir.open();
+        assert!((0..10).all(|n| is_right(&store, n)), "record {record}");
+        assert_eq!(store.recovery.num_shards, 10);
+    }
+}
+
+#[test]
+fn what_was_deleted_does_not_come_back_with_a_rebuilt_log() {
+    let dir = Dir::new("deleted");
+    let store = dir.open();
+    for n in 0..10 {
+        put(&store, n);
+    }
+    store.delete(&[shard(3, 1, 1).0], false).unwrap();
+    store.delete(&[shard(8, 1, 1).0], true).unwrap();
+    drop(store);
+    let segment = std::fs::read(segment_path(&dir.0, 1)).unwrap();
+    assert!(segment[..8192].iter().all(|byte| *byte == 0));
+    std::fs::remove_file(dir.0.join("index.log")).unwrap();
+    let store = dir.open();
+    assert!((0..10).all(|n| is_right(&store, n) == (n != 3 && n != 8)));
+    assert_eq!(store.rescan().unwrap(), 0);
+}
+
+#[test]
+fn a_log_cut_short_is_made_good_by_a_rescan() {
+    let dir = Dir::new("cut");
+    let store = dir.open();
+    for n in 0..10 {
+        put(&store, n);
+    }
+    store.sync().unwrap();
+    drop(store);
+    let log = OpenOptions::new().write(true).open(dir.0.join("index.log")).unwrap();
+    // Of the claims nothing is left either: they would tell where to look.
+    log.set_len(RECORD_BYTES as u64).unwrap();
+    let store = dir.open();
+    assert!(!is_right(&store, 9));
+    assert_eq!(store.rescan().unwrap(), 10 - store.recovery.num_shards);
+    assert!((0..10).all(|n| is_right(&store, n)));
+    // The slots that were taken up are not given away.
+    for n in 20..30 {
+        put(&store, n);
+    }
+    assert!((0..10).chain(20..30).all(|n| is_right(&store, n)));
+    drop(store);
+    assert!((0..10).chain(20..30).all(|n| is_right(&dir.open(), n)));
+}
+
+#[test]
+fn two_group_commits_at_once_both_wait_for_the_disk() {
+    let dir = Dir::new("sync");
+    let store = dir.open();
+    std::thread::scope(|scope| {
+        for thread in 0..4 {
+            let store = &store;
+            scope.spawn(move || {
+                for n in 0..6 {
+                    let (_, header, data) = shard(thread * 6 + n, 1, 5_000);
+                    let number = store.put(&[&header, &data]).unwrap();
+                    assert!(store.sync().unwrap() > number);
+                }
+            });
+        }
+    });
+    drop(store);
+    let store = dir.open();
+    assert_eq!(store.recovery.num_torn, 0);
+    assert!((0..24).all(|n| is_right(&store, n)));
+}
+
+/// Which slots the file names by now, claimed or put.
+fn logged(dir: &Dir) -> (Vec<u32>, Vec<u32>) {
+    let (mut claimed, mut put) = (vec![], vec![]);
+    for (_, record) in index_log::parse(&std::fs::read(dir.0.join("index.log")).unwrap()) {
+        match record {
+            Record::Claim(slots) => claimed.extend(slots),
+            Record::Put(_, place) => put.push(place.slot),
+            _ => {}
+        }
+    }
+    (claimed, put)
+}
+
+#[test]
+fn puts_that_no_record_names_yet_come_back_by_their_claims() {
+    let dir = Dir::new("claims");
+    let store = dir.open();
+    for n in 0..5 {
+        put(&store, n);
+    }
+    let (claimed, named) = logged(&dir);
+    assert_eq!(
+        (claimed.len(), named.len()),
+        (8, 0),
+        "one segment claimed, nothing written for puts"
+    );
+    drop(store);
+    let store = dir.open();
+    assert_eq!(store.recovery, Recovery { num_shards: 5, num_torn: 0, was_rebuilt: false });
+    // The next segment's claim takes along what waits.
+    for n in 5..9 {
+        put(&store, n);
+    }
+    assert_eq!(logged(&dir).1.len(), 8);
+    store.sync().unwrap();
+    assert_eq!(logged(&dir).1.len(), 9);
+    drop(store);
+    let store = dir.open();
+    assert_eq!(store.recovery, Recovery { num_shards: 9, num_torn: 0, was_rebuilt: false });
+    assert!((0..9).all(|n| is_right(&store, n)));
+}
+
+#[test]
+fn claims_outlive_a_compaction() {
+    let dir = Dir::new("claims-compact");
+    let store = dir.open();
+    put(&store, 0);
+    // One that is being written meanwhile.
+    let (slot, file) = store.take_slot(&mut store.lock()).unwrap();
+    store.lock().compact(&dir.0).unwrap();
+    let (_, header, data) = shard(7, 1, 5_000);
+    file.write_all_at(&[header, data].concat(), store.geometry.offset(slot)).unwrap();
+    put(&store, 1);
+    drop(store);
+    let store = dir.open();
+    assert!([0, 1, 7].iter().all(|n| is_right(&store, *n)));
+    assert!(!store.recovery.was_rebuilt);
+}
+
+#[test]
+fn a_slot_given_back_holds_no_second_copy() {
+    let dir = Dir::new("given-back");
+    let store = dir.open();
+    let id = put(&store, 1);
+    // As when two put the same shard at once: the later one finds the name taken.
+    let (slot, file) = store.take_slot(&mut store.lock()).unwrap();
+    let (_, header, data) = shard(1, 1, 5_000);
+    file.write_all_at(&[header, data].concat(), store.geometry.offset(slot)).unwrap();
+    store.lock().writing.clear();
+    store.lock().give_back(slot);
+    store.delete(&[id], false).unwrap();
+    drop(store);
+    let store = dir.open();
+    assert!(!is_right(&store, 1));
+    assert_eq!(store.stat().num_used, 0);
+}
+
+#[test]
+fn a_log_on_a_full_disk_refuses_puts_and_forgets_nothing() {
+    let dir = Dir::new("full");
+    let store = dir.open();
+    for n in 0..3 {
+        put(&store, n);
+    }
+    let path = dir.0.join("index.log");
+    let count = store.lock().log.num_records();
+    let num_written = std::fs::metadata(&path).unwrap().len() / RECORD_BYTES as u64;
+    let full = OpenOptions::new().write(true).open("/dev/full").unwrap();
+    let whole = store.lock().log.swap_file(full);
+    // What is claimed can still be written; more cannot be claimed.
+    for n in 3..8 {
+        put(&store, n);
+    }
+    let (_, header, data) = shard(8, 1, 5_000);
+    assert!(matches!(store.put(&[&header, &data]), Err(StoreError::Full)));
+    assert_eq!(store.lock().log.num_records(), count + 5);
+    // The header is blank: that is enough.
+    assert_eq!(store.delete(&[shard(0, 1, 1).0], false).unwrap(), 1);
+    assert_eq!(std::fs::metadata(&path).unwrap().len() / RECORD_BYTES as u64, num_written);
+    // With room again all of it is written.
+    store.lock().log.swap_file(whole);
+    put(&store, 8);
+    store.sync().unwrap();
+    drop(store);
+    let store = dir.open();
+    assert_eq!(store.recovery, Recovery { num_shards: 8, num_torn: 0, was_rebuilt: false });
+    assert!((0..9).all(|n| is_right(&store, n) == (n != 0)));
 }
 
 #[test]
@@ -179,7 +371,7 @@ fn compaction_bounds_the_log_and_numbers_stay_in_order() {
         let number = store.put(&[&header, &data]).unwrap();
         assert!(number > last || n == 0);
         last = number;
-        store.delete(&[id]).unwrap();
+        store.delete(&[id], false).unwrap();
         assert!(store.stat().num_log_records <= 4096 + 8);
     }
     assert!(store.sync().unwrap() > last);
@@ -211,7 +403,7 @@ fn t_crash_random_truncation_and_flips_never_give_wrong_bytes() {
                 store.sync().unwrap();
             }
             if random(5) == 0 {
-                store.delete(&[shard(random(n + 1), 1, 1).0]).unwrap();
+                store.delete(&[shard(random(n + 1), 1, 1).0], false).unwrap();
             }
         }
         drop(store);

@@ -1,12 +1,17 @@
-//! Index table: 16-byte key to the metadata record of a block, 40 bytes an entry.
+//! Index table: 16-byte key to the metadata record of a block, in 42 bytes an entry.
 //!
-//! Open addressing with Robin Hood order. The home of a key is its hash scaled to the capacity, so
-//! capacity need not be a power of two (growth by a quarter keeps a block under 64 bytes, slack
-//! included) and entries lie in the order of their hashes, which gives a cursor that survives
-//! growth. Keys are cut from SHA-256 under a secret (section 2), so nobody can aim at one bucket,
-//! and the key itself is the hash.
+//! What a match needs of three entries (keys, states, epochs) shares one cache line; what only an
+//! eviction or a put asks for lies in an array beside it. So most look-ups are one miss of the
+//! caches, and the lines of many are on their way at once.
+//!
+//! Open addressing with Robin Hood order over lines. The home of a key is its hash scaled to the
+//! number of lines, so that need not be a power of two (growth by a quarter keeps a block under 64
+//! bytes, slack included) and entries lie in the order of their hashes, which gives a cursor that
+//! survives growth. Keys are cut from SHA-256 under a secret (section 2), so nobody can aim at one
+//! line, and the key itself is the hash.
 
 use crate::crc;
+use crate::pages::{Pages, Zeroed};
 
 pub type Key16 = [u8; 16];
 
@@ -74,19 +79,54 @@ impl Record {
 
     /// True once the class's time to live has passed since the end of the last epoch of access.
     pub fn is_expired(&self, now_s: u64, ttl_s: &[u64]) -> bool {
-        let ttl_s = ttl_s.get(self.class() as usize).copied().unwrap_or(0);
-        now_s > (self.access_epoch as u64 + 1) * EPOCH_S + ttl_s
+        (self.access_epoch as u64) < first_alive_epoch(self.class(), now_s, ttl_s)
     }
 }
 
-#[derive(Clone, Copy, Debug, Default)]
+/// The earliest epoch of last access that a block of this class has not outlived.
+fn first_alive_epoch(class: u8, now_s: u64, ttl_s: &[u64]) -> u64 {
+    let ttl_s = ttl_s.get(class as usize).copied().unwrap_or(0);
+    now_s.saturating_sub(ttl_s).div_ceil(EPOCH_S).saturating_sub(1)
+}
+
+/// Entries that share a line.
+const WIDTH: usize = 3;
+
+/// What a match asks for, of three entries. A state of 0 marks a free place; behind one nothing
+/// follows whose home this line or an earlier one is.
+#[derive(Clone, Copy, Default)]
+#[repr(C, align(64))]
+struct Line {
+    keys: [Key16; WIDTH],
+    access_epochs: [u32; WIDTH],
+    state_classes: [u8; WIDTH],
+    _unused: u8,
+}
+
+/// The rest of one record.
+#[derive(Clone, Copy, Default)]
 #[repr(C)]
+struct Rest {
+    /// In halves: a whole one would widen the entry to 24 bytes.
+    put_id: [u32; 2],
+    index: u32,
+    created_s: u32,
+    shards: u16,
+    flags: u8,
+    _unused: u8,
+}
+
+const _: () = assert!(size_of::<Line>() == 64 && size_of::<Rest>() == 20);
+// SAFETY: numbers and arrays of them, without padding.
+unsafe impl Zeroed for Line {}
+// SAFETY: as above.
+unsafe impl Zeroed for Rest {}
+
+#[derive(Clone, Copy)]
 struct Entry {
     key: Key16,
     record: Record,
 }
-
-const _: () = assert!(size_of::<Entry>() == 40);
 
 /// Why a search ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -98,16 +138,18 @@ pub enum Stop {
     Evicted = 2,
 }
 
+/// An entry's number is three times that of its line, plus its place there.
 #[derive(Default)]
 pub struct Table {
-    entries: Vec<Entry>,
-    /// Homes lie in [0, homes); behind them a tail that takes the last run, so nothing wraps.
+    lines: Pages<Line>,
+    rests: Pages<Rest>,
+    /// Homes are the lines [0, homes); behind them a tail that takes the last run, so nothing wraps.
     homes: usize,
     len: usize,
 }
 
-const TAIL: usize = 256;
-const MIN_HOMES: usize = 64;
+const TAIL: usize = 86;
+const MIN_HOMES: usize = 22;
 
 fn hash_of(key: &Key16) -> u64 {
     u64::from_le_bytes(key[8..].try_into().expect("8 bytes"))
@@ -119,7 +161,9 @@ impl Table {
     }
 
     fn with_homes(homes: usize) -> Table {
-        Table { entries: vec![Entry::default(); homes + TAIL], homes, len: 0 }
+        let num_lines = homes + TAIL;
+        let rests = Pages::zeroed(num_lines * WIDTH);
+        Table { lines: Pages::zeroed(num_lines), rests, homes, len: 0 }
     }
 
     pub fn len(&self) -> usize {
@@ -132,72 +176,125 @@ impl Table {
 
     /// Bytes of memory that the table holds.
     pub fn memory_bytes(&self) -> usize {
-        self.entries.len() * size_of::<Entry>()
+        size_of_val(&*self.lines) + size_of_val(&*self.rests)
     }
 
+    /// The line where a key's search begins.
     fn home(&self, hash: u64) -> usize {
         ((hash as u128 * self.homes as u128) >> 64) as usize
     }
 
+    fn key(&self, at: usize) -> &Key16 {
+        &self.lines[at / WIDTH].keys[at % WIDTH]
+    }
+
+    fn home_at(&self, at: usize) -> usize {
+        self.home(hash_of(self.key(at)))
+    }
+
     fn is_free(&self, at: usize) -> bool {
-        self.entries[at].record.state_class == 0
+        self.lines[at / WIDTH].state_classes[at % WIDTH] == 0
+    }
+
+    fn record(&self, at: usize) -> Record {
+        let (line, place, rest) = (&self.lines[at / WIDTH], at % WIDTH, &self.rests[at]);
+        Record {
+            put_id: rest.put_id[0] as u64 | (rest.put_id[1] as u64) << 32,
+            index: rest.index,
+            created_s: rest.created_s,
+            access_epoch: line.access_epochs[place],
+            shards: rest.shards,
+            state_class: line.state_classes[place],
+            flags: rest.flags,
+        }
+    }
+
+    fn entry(&self, at: usize) -> Entry {
+        Entry { key: *self.key(at), record: self.record(at) }
+    }
+
+    fn write(&mut self, at: usize, entry: &Entry) {
+        let (line, place, record) = (&mut self.lines[at / WIDTH], at % WIDTH, &entry.record);
+        line.keys[place] = entry.key;
+        line.access_epochs[place] = record.access_epoch;
+        line.state_classes[place] = record.state_class;
+        self.rests[at] = Rest {
+            put_id: [record.put_id as u32, (record.put_id >> 32) as u32],
+            index: record.index,
+            created_s: record.created_s,
+            shards: record.shards,
+            flags: record.flags,
+            _unused: 0,
+        };
+    }
+
+    /// Moves one entry to a place that is free or was moved away before.
+    fn shift(&mut self, from: usize, to: usize) {
+        let (line, place) = (self.lines[from / WIDTH], from % WIDTH);
+        let into = &mut self.lines[to / WIDTH];
+        into.keys[to % WIDTH] = line.keys[place];
+        into.access_epochs[to % WIDTH] = line.access_epochs[place];
+        into.state_classes[to % WIDTH] = line.state_classes[place];
+        self.rests[to] = self.rests[from];
+    }
+
+    /// All entries, in the order of their homes.
+    fn entries(&self) -> impl Iterator<Item = Entry> {
+        (0..self.rests.len()).filter(|at| !self.is_free(*at)).map(|at| self.entry(at))
     }
 
     fn find(&self, key: &Key16) -> Option<usize> {
         let home = self.home(hash_of(key));
-        let mut at = home;
-        while at < self.entries.len() && !self.is_free(at) {
-            let entry = &self.entries[at];
-            if entry.key == *key {
-                return Some(at);
-            }
+        for at in home * WIDTH..self.rests.len() {
             // In Robin Hood order nothing with our home lies behind a later home.
-            if self.home(hash_of(&entry.key)) > home {
+            if self.is_free(at) || self.home_at(at) > home {
                 return None;
             }
-            at += 1;
+            if self.key(at) == key {
+                return Some(at);
+            }
         }
         None
     }
 
     pub fn get(&self, key: &Key16) -> Option<Record> {
-        self.find(key).map(|at| self.entries[at].record)
+        self.find(key).map(|at| self.record(at))
     }
 
     /// Inserts or replaces. A record without a state would be invisible and is refused.
     pub fn set(&mut self, key: &Key16, record: Record) {
         assert_ne!(record.state(), 0, "a record needs a state");
+        let entry = Entry { key: *key, record };
         if let Some(at) = self.find(key) {
-            self.entries[at].record = record;
+            self.write(at, &entry);
             return;
         }
-        if (self.len + 1) * 20 > self.homes * 17 {
+        if (self.len + 1) * 20 > self.homes * WIDTH * 17 {
             self.grow();
         }
-        while !self.insert_new(Entry { key: *key, record }) {
+        while !self.insert_new(&entry) {
             self.grow();
         }
     }
 
     /// False, with nothing changed, when the run would pass the end of the tail.
-    fn insert_new(&mut self, entry: Entry) -> bool {
+    fn insert_new(&mut self, entry: &Entry) -> bool {
         let home = self.home(hash_of(&entry.key));
-        let mut at = home;
-        while at < self.entries.len()
-            && !self.is_free(at)
-            && self.home(hash_of(&self.entries[at].key)) <= home
-        {
+        let mut at = home * WIDTH;
+        while at < self.rests.len() && !self.is_free(at) && self.home_at(at) <= home {
             at += 1;
         }
         let mut end = at;
-        while end < self.entries.len() && !self.is_free(end) {
+        while end < self.rests.len() && !self.is_free(end) {
             end += 1;
         }
-        if end == self.entries.len() {
+        if end == self.rests.len() {
             return false;
         }
-        self.entries.copy_within(at..end, at + 1);
-        self.entries[at] = entry;
+        for to in (at + 1..=end).rev() {
+            self.shift(to - 1, to);
+        }
+        self.write(at, entry);
         self.len += 1;
         true
     }
@@ -206,8 +303,8 @@ impl Table {
         let mut homes = self.homes + self.homes / 4;
         'larger: loop {
             let mut larger = Table::with_homes(homes);
-            for entry in self.entries.iter().filter(|entry| entry.record.state_class != 0) {
-                if !larger.insert_new(*entry) {
+            for entry in self.entries() {
+                if !larger.insert_new(&entry) {
                     homes += homes / 4;
                     continue 'larger;
                 }
@@ -219,16 +316,16 @@ impl Table {
 
     pub fn remove(&mut self, key: &Key16) -> Option<Record> {
         let mut at = self.find(key)?;
-        let record = self.entries[at].record;
-        // Shift the run back by one; an entry in its home stays.
-        while at + 1 < self.entries.len()
+        let record = self.record(at);
+        // Shift the run back by one; an entry that would leave its home for an earlier line stays.
+        while at + 1 < self.rests.len()
             && !self.is_free(at + 1)
-            && self.home(hash_of(&self.entries[at + 1].key)) <= at
+            && self.home_at(at + 1) * WIDTH <= at
         {
-            self.entries[at] = self.entries[at + 1];
+            self.shift(at + 1, at);
             at += 1;
         }
-        self.entries[at] = Entry::default();
+        self.write(at, &Entry { key: Key16::default(), record: Record::default() });
         self.len -= 1;
         Some(record)
     }
@@ -236,6 +333,10 @@ impl Table {
     /// How many leading keys are stored and alive, and why the next one is not.
     ///
     /// `keys` holds a key every `stride` bytes (16 for index keys, 32 for full ones).
+    ///
+    /// In a big table a look-up is a miss of all caches, so many are under way at a time. Most keys
+    /// are found in their home line; the next line is sent for on behalf of the others, which are
+    /// searched a batch later.
     pub fn match_prefix(
         &self,
         keys: &[u8],
@@ -243,43 +344,63 @@ impl Table {
         now_s: u64,
         ttl_s: &[u64],
     ) -> (usize, Stop) {
-        const AHEAD: usize = 12;
         let count = keys.len() / stride;
         let key =
             |i: usize| -> Key16 { keys[i * stride..i * stride + 16].try_into().expect("16 bytes") };
-        for i in 0..count.min(AHEAD) {
-            self.prefetch(&key(i));
+        let first_alive = FirstAlive::new(now_s, ttl_s);
+        let sent_for = |i: usize| {
+            let home = self.home(hash_of(&key(i)));
+            self.prefetch(home);
+            home
+        };
+        let mut homes = [0; AHEAD];
+        for (home, i) in homes.iter_mut().zip(0..count) {
+            *home = sent_for(i);
         }
-        for i in 0..count {
-            if i + AHEAD < count {
-                self.prefetch(&key(i + AHEAD));
-            }
-            match self.get(&key(i)) {
-                None => return (i, Stop::Absent),
-                Some(record) if !record.is_readable() || record.is_expired(now_s, ttl_s) => {
-                    return (i, Stop::Evicted);
+        let mut late = [Late::new(), Late::new()];
+        // One turn more than there are batches, for the late ones of the last.
+        for (turn, from) in (0..count + AHEAD).step_by(AHEAD).enumerate() {
+            let [this, before] = late.get_disjoint_mut([turn % 2, (turn + 1) % 2]).expect("two");
+            this.count = 0;
+            for (of_i, i) in homes.iter_mut().zip(from..count) {
+                let home = *of_i;
+                if i + AHEAD < count {
+                    *of_i = sent_for(i + AHEAD);
                 }
-                Some(_) => {}
+                if !self.lines[home].holds_alive(&key(i), &first_alive) {
+                    // Behind the last home lies the tail.
+                    self.prefetch(home + 1);
+                    this.push(i, home + 1);
+                }
             }
+            for (i, next) in before.items() {
+                if self.lines[next].holds_alive(&key(i), &first_alive) {
+                    continue;
+                }
+                match self.get(&key(i)) {
+                    None => return (i, Stop::Absent),
+                    Some(record) if !first_alive.holds(record.state_class, record.access_epoch) => {
+                        return (i, Stop::Evicted);
+                    }
+                    Some(_) => {}
+                }
+            }
+            before.count = 0;
         }
         (count, Stop::All)
     }
 
-    /// Look-ups in a big table are cache misses; asking ahead lets a dozen of them overlap.
     #[inline]
-    fn prefetch(&self, key: &Key16) {
+    fn prefetch(&self, line: usize) {
         #[cfg(target_arch = "x86_64")]
         {
-            let at = self.home(hash_of(key));
-            // SAFETY: a home is inside the table, and a prefetch reads nothing.
-            unsafe {
-                std::arch::x86_64::_mm_prefetch::<{ std::arch::x86_64::_MM_HINT_T0 }>(
-                    self.entries.as_ptr().add(at).cast(),
-                )
-            };
+            use std::arch::x86_64::{_MM_HINT_T0, _mm_prefetch};
+            // SAFETY: a home and the tail behind it are inside the table, and a prefetch reads
+            // nothing.
+            unsafe { _mm_prefetch::<_MM_HINT_T0>(self.lines.as_ptr().add(line).cast()) };
         }
         #[cfg(not(target_arch = "x86_64"))]
-        let _ = key;
+        let _ = line;
     }
 
     /// Sets the access epoch and raises the class of the keys that are stored and change by it.
@@ -298,13 +419,14 @@ impl Table {
         for key in keys.chunks_exact(stride) {
             let key: Key16 = key[..16].try_into().expect("16 bytes");
             let Some(at) = self.find(&key) else { continue };
-            let record = &mut self.entries[at].record;
+            let mut record = self.record(at);
             if !record.is_readable() || record.access_epoch >= epoch && record.class() >= class {
                 continue;
             }
             record.access_epoch = record.access_epoch.max(epoch);
             record.state_class = record.state() | record.class().max(class) << 4;
-            log.extend_from_slice(&encode_entry(seq, OP_SET, &key, record, &[0; 16], n_pg));
+            self.write(at, &Entry { key, record });
+            log.extend_from_slice(&encode_entry(seq, OP_SET, &key, &record, &[0; 16], n_pg));
             seq += 1;
         }
         log
@@ -322,8 +444,7 @@ impl Table {
     ) -> Vec<(Key16, bool)> {
         type Rank = (bool, u32, std::cmp::Reverse<u32>, Key16);
         let mut ranks: Vec<Rank> = self
-            .entries
-            .iter()
+            .entries()
             .filter(|entry| entry.record.is_readable())
             .map(|entry| {
                 let alive = !entry.record.is_expired(now_s, ttl_s);
@@ -342,8 +463,8 @@ impl Table {
     /// Tombstones and evictions in progress last touched before `epoch`.
     pub fn stale(&self, state: u8, epoch: u32) -> Vec<Key16> {
         let is_stale =
-            |entry: &&Entry| entry.record.state() == state && entry.record.access_epoch < epoch;
-        self.entries.iter().filter(is_stale).map(|entry| entry.key).collect()
+            |entry: &Entry| entry.record.state() == state && entry.record.access_epoch < epoch;
+        self.entries().filter(is_stale).map(|entry| entry.key).collect()
     }
 
     /// Applies whole log entries. Stops at the first entry that is cut short or damaged.
@@ -387,28 +508,26 @@ impl Table {
     pub fn snapshot(&self, from: u64, limit: usize, seq: u64, n_pg: u16) -> (Vec<u8>, Option<u64>) {
         let mut log = Vec::new();
         let mut count = 0;
-        let mut at = self.home(from);
-        while at < self.entries.len() {
-            let entry = &self.entries[at];
-            let hash = hash_of(&entry.key);
-            if !self.is_free(at) && hash >= from {
-                // Cut only between two homes: inside one the entries are not sorted.
-                if count >= limit && self.home(hash) > self.home(hash_of(&self.entries[at - 1].key))
-                {
-                    let home = self.home(hash);
-                    return (log, Some(self.first_hash_of(home)));
-                }
-                log.extend_from_slice(&encode_entry(
-                    seq,
-                    OP_SET,
-                    &entry.key,
-                    &entry.record,
-                    &[0; 16],
-                    n_pg,
-                ));
-                count += 1;
+        for at in self.home(from) * WIDTH..self.rests.len() {
+            let hash = hash_of(self.key(at));
+            if self.is_free(at) || hash < from {
+                continue;
             }
-            at += 1;
+            // Cut only between two homes: inside one the entries are not sorted.
+            let home = self.home(hash);
+            if count >= limit && home > self.home_at(at - 1) {
+                return (log, Some(self.first_hash_of(home)));
+            }
+            let record = self.record(at);
+            log.extend_from_slice(&encode_entry(
+                seq,
+                OP_SET,
+                self.key(at),
+                &record,
+                &[0; 16],
+                n_pg,
+            ));
+            count += 1;
         }
         (log, None)
     }
@@ -420,13 +539,73 @@ impl Table {
     /// Number of records per (state, class), as (state, class, count).
     pub fn census(&self) -> Vec<(u8, u8, usize)> {
         let mut counts = [0usize; 256];
-        for entry in &self.entries {
-            counts[entry.record.state_class as usize] += 1;
+        for state_class in self.lines.iter().flat_map(|line| line.state_classes) {
+            counts[state_class as usize] += 1;
         }
         (1..256)
             .filter(|at| counts[*at] > 0)
             .map(|at| (at as u8 & 15, at as u8 >> 4, counts[at]))
             .collect()
+    }
+}
+
+/// Look-ups under way at a time. Evenly, one sent for with each that is compared: in bursts they wait
+/// for each other.
+const AHEAD: usize = 48;
+
+/// The first epoch that is alive, for each state and class in one byte.
+struct FirstAlive([u64; 256]);
+
+impl FirstAlive {
+    fn new(now_s: u64, ttl_s: &[u64]) -> FirstAlive {
+        // Free places and what may not be read are never alive.
+        let mut epochs = [u64::MAX; 256];
+        for class in 0..16u8 {
+            let epoch = first_alive_epoch(class, now_s, ttl_s);
+            for state in [STATE_COMMITTED, STATE_DEGRADED] {
+                epochs[(state | class << 4) as usize] = epoch;
+            }
+        }
+        FirstAlive(epochs)
+    }
+
+    #[inline]
+    fn holds(&self, state_class: u8, access_epoch: u32) -> bool {
+        access_epoch as u64 >= self.0[state_class as usize]
+    }
+}
+
+impl Line {
+    /// Whether the key is in this line, stored and alive. Compares all three: that costs less than
+    /// to guess, key for key, at which of them the search will end.
+    #[inline]
+    fn holds_alive(&self, key: &Key16, first_alive: &FirstAlive) -> bool {
+        let number = |key: &Key16| u128::from_le_bytes(*key);
+        let equal = |at: usize| usize::from(number(&self.keys[at]) == number(key)) << at;
+        let found = equal(0) | equal(1) | equal(2);
+        let at = (found.trailing_zeros() as usize).min(WIDTH - 1);
+        found != 0 && first_alive.holds(self.state_classes[at], self.access_epochs[at])
+    }
+}
+
+/// Keys of one batch that are not alive in their home lines, and the next lines.
+struct Late {
+    keys: [(usize, usize); AHEAD],
+    count: usize,
+}
+
+impl Late {
+    fn new() -> Late {
+        Late { keys: [(0, 0); AHEAD], count: 0 }
+    }
+
+    fn push(&mut self, number: usize, next_line: usize) {
+        self.keys[self.count] = (number, next_line);
+        self.count += 1;
+    }
+
+    fn items(&self) -> impl Iterator<Item = (usize, usize)> {
+        self.keys[..self.count].iter().copied()
     }
 }
 
@@ -500,123 +679,5 @@ pub fn decode_entry(bytes: &[u8]) -> Option<(u64, u8, Key16, Record)> {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use std::collections::BTreeMap;
-
-    const TTL_S: [u64; 3] = [0, 259_200, 604_800];
-
-    fn key(n: u64) -> Key16 {
-        let mut state = n.wrapping_add(1).wrapping_mul(0x9e37_79b9_7f4a_7c15);
-        let mut next = || {
-            state ^= state >> 29;
-            state = state.wrapping_mul(0xbf58_476d_1ce4_e5b9);
-            state ^= state >> 32;
-            state
-        };
-        let mut key = [0; 16];
-        key[..8].copy_from_slice(&next().to_le_bytes());
-        key[8..].copy_from_slice(&next().to_le_bytes());
-        key
-    }
-
-    fn record(index: u32, epoch: u32) -> Record {
-        Record::new(7, index, 0, epoch, 0xfff, STATE_COMMITTED, 1, 0)
-    }
-
-    #[test]
-    fn the_table_behaves_as_a_map_under_random_edits() {
-        let (mut table, mut model) = (Table::new(), BTreeMap::new());
-        let mut state = 1u64;
-        for step in 0..60_000u32 {
-            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-            let key = key(state >> 33 & 0xfff);
-            if state >> 20 & 3 == 0 {
-                assert_eq!(table.remove(&key), model.remove(&key));
-            } else {
-                table.set(&key, record(step, 0));
-                model.insert(key, record(step, 0));
-            }
-            assert_eq!(table.len(), model.len());
-        }
-        for n in 0..0x1000 {
-            assert_eq!(table.get(&key(n)), model.get(&key(n)).copied());
-        }
-    }
-
-    #[test]
-    fn a_block_costs_at_most_64_bytes_at_any_size_past_the_first_thousands() {
-        let mut table = Table::new();
-        for n in 0..300_000u64 {
-            table.set(&key(n), record(1, 0));
-            assert!(n < 4_000 || table.memory_bytes() <= 64 * table.len(), "at {n}");
-        }
-    }
-
-    #[test]
-    fn t_match_a_hole_ends_the_prefix() {
-        let mut table = Table::new();
-        for n in [1, 2, 3, 4, 5, 7] {
-            table.set(&key(n), record(n as u32, 0));
-        }
-        let keys: Vec<u8> = (1..=8).flat_map(key).collect();
-        assert_eq!(table.match_prefix(&keys, 16, 0, &TTL_S), (5, Stop::Absent));
-        assert_eq!(table.match_prefix(&keys[..80], 16, 0, &TTL_S), (5, Stop::All));
-        table.set(&key(2), Record::new(7, 2, 0, 0, 0, STATE_TOMBSTONE, 1, 0));
-        assert_eq!(table.match_prefix(&keys, 16, 0, &TTL_S), (1, Stop::Evicted));
-    }
-
-    #[test]
-    fn t_gc_3_ends_of_life() {
-        let agent = record(1, 0);
-        assert!(!agent.is_expired(259_800, &TTL_S) && agent.is_expired(259_801, &TTL_S));
-        let mut table = Table::new();
-        table.set(&key(1), agent);
-        assert_eq!(table.touch(&key(1), 16, 426, 2, 1024, 9).len(), LOG_ENTRY_BYTES);
-        let chat = table.get(&key(1)).unwrap();
-        assert!(!chat.is_expired(861_000, &TTL_S) && chat.is_expired(861_001, &TTL_S));
-        assert!(table.touch(&key(1), 16, 426, 1, 1024, 9).is_empty());
-    }
-
-    #[test]
-    fn t_gc_2_leaves_go_before_parents() {
-        let mut table = Table::new();
-        for n in 1..=4 {
-            table.set(&key(n), record(n as u32, 5));
-        }
-        table.touch(&[key(1), key(2)].concat(), 16, 6, 1, 1024, 0);
-        let order: Vec<Key16> =
-            table.eviction_order(0, &TTL_S, 9, false).into_iter().map(|(key, _)| key).collect();
-        assert_eq!(order, [key(4), key(3), key(2), key(1)]);
-        assert_eq!(table.eviction_order(0, &TTL_S, 2, false).len(), 2);
-        assert!(table.eviction_order(0, &TTL_S, 9, true).is_empty());
-    }
-
-    #[test]
-    fn snapshots_and_logs_rebuild_the_table_and_damage_ends_them() {
-        let mut table = Table::new();
-        for n in 0..5_000 {
-            table.set(&key(n), record(n as u32, 3));
-        }
-        let (mut copy, mut from, mut parts) = (Table::new(), Some(0), 0);
-        while let Some(start) = from {
-            let (log, next) = table.snapshot(start, 100, 42, 1024);
-            assert_eq!(copy.apply_log(&log), (log.len(), 42));
-            // Growth between two parts must not lose anything.
-            for n in 0..50 {
-                table.set(&key(1_000_000 + parts * 50 + n), record(1, 1));
-            }
-            (from, parts) = (next, parts + 1);
-        }
-        assert!(parts > 20);
-        assert!((0..5_000).all(|n| copy.get(&key(n)) == table.get(&key(n))));
-
-        let (log, _) = table.snapshot(0, usize::MAX, 1, 1024);
-        for flip in [0, 8, 20, 40, 75, 79] {
-            let mut bad = log[..3 * LOG_ENTRY_BYTES].to_vec();
-            bad[LOG_ENTRY_BYTES + flip] ^= 1;
-            assert_eq!(Table::new().apply_log(&bad).0, LOG_ENTRY_BYTES, "byte {flip}");
-        }
-        assert_eq!(Table::new().apply_log(&log[..LOG_ENTRY_BYTES * 2 - 1]).0, LOG_ENTRY_BYTES);
-    }
-}
+#[path = "table_tests.rs"]
+mod tests;

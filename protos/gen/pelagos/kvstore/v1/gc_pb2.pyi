@@ -95,7 +95,9 @@ class GetGcStatusResponse(_message.Message):
     last_success_age_ms: _builtins.int
     """Age of the last success, ms."""
     effective_retention_s: _builtins.int
-    """Age of the youngest block evicted by waterline in the last pass, s: the effective retention."""
+    """Age of the youngest block evicted by waterline in the last pass that evicted any, s: the
+    effective retention.
+    """
     evicted_total: _builtins.int
     """Evicted since the start."""
     def __init__(

@@ -285,8 +285,11 @@ class DeleteShardsRequest(_message.Message):
 
     SHARDS_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    ERASE_FIELD_NUMBER: _builtins.int
     epoch: _builtins.int
     """Placement epoch."""
+    erase: _builtins.bool
+    """Whether their bytes must be gone from the disk, too, when this is answered."""
     @_builtins.property
     def shards(self) -> _containers.RepeatedCompositeFieldContainer[Global___ShardRef]:
         """Which."""
@@ -296,10 +299,11 @@ class DeleteShardsRequest(_message.Message):
         *,
         shards: _abc.Iterable[Global___ShardRef] | None = ...,
         epoch: _builtins.int = ...,
+        erase: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "shards", b"shards"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "erase", b"erase", "shards", b"shards"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

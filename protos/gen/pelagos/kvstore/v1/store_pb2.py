@@ -25,17 +25,17 @@ _sym_db = _symbol_database.Default()
 from pelagos.engine.v1 import records_pb2 as pelagos_dot_engine_dot_v1_dot_records__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1epelagos/kvstore/v1/store.proto\x12\x12pelagos.kvstore.v1\x1a\x1fpelagos/engine/v1/records.proto\"S\n\x07ShmRing\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nslot_bytes\x18\x02 \x01(\x04\x12\x11\n\tnum_slots\x18\x03 \x01(\r\x12\x13\n\x0bowner_epoch\x18\x04 \x01(\x04\"\xce\x01\n\x0c\x46\x65tchRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\x12\n\nparent_key\x18\x03 \x01(\x0c\x12\x1a\n\x12layout_fingerprint\x18\x04 \x01(\x0c\x12)\n\x04ring\x18\x05 \x01(\x0b\x32\x1b.pelagos.kvstore.v1.ShmRing\x12\r\n\x05slots\x18\x06 \x03(\r\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x0e\n\x06pin_id\x18\x08 \x01(\t\x12\x10\n\x08\x66\x65tch_id\x18\t \x01(\x04\"&\n\x12\x43\x61ncelFetchRequest\x12\x10\n\x08\x66\x65tch_id\x18\x01 \x01(\x04\"*\n\x13\x43\x61ncelFetchResponse\x12\x13\n\x0bwas_running\x18\x01 \x01(\x08\"\x88\x01\n\rFetchResponse\x12\r\n\x05index\x18\x01 \x01(\r\x12/\n\x06status\x18\x02 \x01(\x0e\x32\x1f.pelagos.kvstore.v1.FetchStatus\x12\x11\n\twatermark\x18\x03 \x01(\r\x12\x0f\n\x07payload\x18\x04 \x01(\x0c\x12\x13\n\x0b\x61pproximate\x18\x05 \x01(\x08\"\x9c\x03\n\nPutRequest\x12\x0f\n\x07put_seq\x18\x01 \x01(\x04\x12\x0b\n\x03key\x18\x02 \x01(\x0c\x12\x12\n\nparent_key\x18\x03 \x01(\x0c\x12\x13\n\x0b\x62lock_index\x18\x04 \x01(\r\x12\x11\n\ttoken_ids\x18\x05 \x01(\x0c\x12\r\n\x05\x65xtra\x18\x06 \x01(\x0c\x12\x1a\n\x12layout_fingerprint\x18\x07 \x01(\x0c\x12.\n\tttl_class\x18\x08 \x01(\x0e\x32\x1b.pelagos.engine.v1.TtlClass\x12\x0f\n\x07payload\x18\t \x01(\x0c\x12)\n\x04ring\x18\n \x01(\x0b\x32\x1b.pelagos.kvstore.v1.ShmRing\x12\x0c\n\x04slot\x18\x0b \x01(\r\x12\x11\n\tby_decode\x18\x0c \x01(\x08\x12\x13\n\x0b\x61pproximate\x18\r \x01(\x08\x12\x11\n\twriter_id\x18\x0e \x01(\t\x12\x12\n\nrequest_id\x18\x0f \x01(\t\x12\x11\n\tdomain_id\x18\x10 \x01(\x0c\x12\x16\n\x0epayload_digest\x18\x11 \x01(\x0c\x12\x15\n\rpayload_bytes\x18\x12 \x01(\x04\"M\n\x0bPutResponse\x12\x0f\n\x07put_seq\x18\x01 \x01(\x04\x12-\n\x06status\x18\x02 \x01(\x0e\x32\x1d.pelagos.kvstore.v1.PutStatus\"\x1d\n\rExistsRequest\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\"!\n\x0e\x45xistsResponse\x12\x0f\n\x07present\x18\x01 \x01(\x0c\"8\n\x14\x46ollowCommitsRequest\x12\x10\n\x08\x66rom_seq\x18\x01 \x01(\x04\x12\x0e\n\x06log_id\x18\x02 \x01(\t\"\xc8\x01\n\x0c\x43ommitRecord\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x12\n\nparent_key\x18\x02 \x01(\x0c\x12\x13\n\x0b\x62lock_index\x18\x03 \x01(\r\x12\x16\n\x0e\x63reated_unix_s\x18\x04 \x01(\r\x12\x14\n\x0c\x61\x63\x63\x65ss_epoch\x18\x05 \x01(\r\x12.\n\tttl_class\x18\x06 \x01(\x0e\x32\x1b.pelagos.engine.v1.TtlClass\x12\x0f\n\x07removed\x18\x07 \x01(\x08\x12\x13\n\x0b\x61pproximate\x18\x08 \x01(\x08\"\x9b\x01\n\x15\x46ollowCommitsResponse\x12\x0e\n\x06log_id\x18\x01 \x01(\t\x12\x10\n\x08next_seq\x18\x02 \x01(\x04\x12\x31\n\x07records\x18\x03 \x03(\x0b\x32 .pelagos.kvstore.v1.CommitRecord\x12\r\n\x05reset\x18\x04 \x01(\x08\x12\r\n\x05level\x18\x05 \x01(\x08\x12\x0f\n\x07\x65ntries\x18\x06 \x01(\x0c\"L\n\x0cTouchRequest\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\x12.\n\tttl_class\x18\x02 \x01(\x0e\x32\x1b.pelagos.engine.v1.TtlClass\" \n\rTouchResponse\x12\x0f\n\x07touched\x18\x01 \x01(\r\":\n\nPinRequest\x12\x0e\n\x06pin_id\x18\x01 \x01(\t\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\x0e\n\x06ttl_ms\x18\x03 \x01(\r\"\x1d\n\x0bPinResponse\x12\x0e\n\x06pinned\x18\x01 \x01(\r\"(\n\x13\x44\x65leteTenantRequest\x12\x11\n\tdomain_id\x18\x01 \x01(\x0c\"&\n\x14\x44\x65leteTenantResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\"\r\n\x0bStatRequest\"\xc2\x01\n\x0cStatResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x12\x12\n\nused_bytes\x18\x02 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x03 \x01(\x04\x12\x13\n\x0bqueued_puts\x18\x04 \x01(\x04\x12\x14\n\x0cqueued_bytes\x18\x05 \x01(\x04\x12\x14\n\x0c\x64ropped_puts\x18\x06 \x01(\x04\x12\x16\n\x0e\x63orrupt_blocks\x18\x07 \x01(\x04\x12\x0f\n\x07\x62\x61\x63kend\x18\x08 \x01(\t\x12\x0c\n\x04pins\x18\t \x01(\x04*\x8d\x01\n\x0b\x46\x65tchStatus\x12\x1c\n\x18\x46\x45TCH_STATUS_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x46\x45TCH_STATUS_OK\x10\x01\x12\x17\n\x13\x46\x45TCH_STATUS_ABSENT\x10\x02\x12\x18\n\x14\x46\x45TCH_STATUS_CORRUPT\x10\x03\x12\x18\n\x14\x46\x45TCH_STATUS_TIMEOUT\x10\x04*\xc2\x01\n\tPutStatus\x12\x1a\n\x16PUT_STATUS_UNSPECIFIED\x10\x00\x12\x18\n\x14PUT_STATUS_COMMITTED\x10\x01\x12\x15\n\x11PUT_STATUS_EXISTS\x10\x02\x12\x1b\n\x17PUT_STATUS_KEY_MISMATCH\x10\x03\x12\x18\n\x14PUT_STATUS_NO_PARENT\x10\x04\x12\x16\n\x12PUT_STATUS_DROPPED\x10\x05\x12\x19\n\x15PUT_STATUS_STALE_RING\x10\x06\x32\x87\x06\n\x0cStoreService\x12N\n\x05\x46\x65tch\x12 .pelagos.kvstore.v1.FetchRequest\x1a!.pelagos.kvstore.v1.FetchResponse0\x01\x12^\n\x0b\x43\x61ncelFetch\x12&.pelagos.kvstore.v1.CancelFetchRequest\x1a\'.pelagos.kvstore.v1.CancelFetchResponse\x12J\n\x03Put\x12\x1e.pelagos.kvstore.v1.PutRequest\x1a\x1f.pelagos.kvstore.v1.PutResponse(\x01\x30\x01\x12O\n\x06\x45xists\x12!.pelagos.kvstore.v1.ExistsRequest\x1a\".pelagos.kvstore.v1.ExistsResponse\x12\x66\n\rFollowCommits\x12(.pelagos.kvstore.v1.FollowCommitsRequest\x1a).pelagos.kvstore.v1.FollowCommitsResponse0\x01\x12L\n\x05Touch\x12 .pelagos.kvstore.v1.TouchRequest\x1a!.pelagos.kvstore.v1.TouchResponse\x12\x46\n\x03Pin\x12\x1e.pelagos.kvstore.v1.PinRequest\x1a\x1f.pelagos.kvstore.v1.PinResponse\x12\x61\n\x0c\x44\x65leteTenant\x12\'.pelagos.kvstore.v1.DeleteTenantRequest\x1a(.pelagos.kvstore.v1.DeleteTenantResponse\x12I\n\x04Stat\x12\x1f.pelagos.kvstore.v1.StatRequest\x1a .pelagos.kvstore.v1.StatResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1epelagos/kvstore/v1/store.proto\x12\x12pelagos.kvstore.v1\x1a\x1fpelagos/engine/v1/records.proto\"S\n\x07ShmRing\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nslot_bytes\x18\x02 \x01(\x04\x12\x11\n\tnum_slots\x18\x03 \x01(\r\x12\x13\n\x0bowner_epoch\x18\x04 \x01(\x04\"\xce\x01\n\x0c\x46\x65tchRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\x12\n\nparent_key\x18\x03 \x01(\x0c\x12\x1a\n\x12layout_fingerprint\x18\x04 \x01(\x0c\x12)\n\x04ring\x18\x05 \x01(\x0b\x32\x1b.pelagos.kvstore.v1.ShmRing\x12\r\n\x05slots\x18\x06 \x03(\r\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x0e\n\x06pin_id\x18\x08 \x01(\t\x12\x10\n\x08\x66\x65tch_id\x18\t \x01(\x04\"&\n\x12\x43\x61ncelFetchRequest\x12\x10\n\x08\x66\x65tch_id\x18\x01 \x01(\x04\"*\n\x13\x43\x61ncelFetchResponse\x12\x13\n\x0bwas_running\x18\x01 \x01(\x08\"\x9f\x01\n\rFetchResponse\x12\r\n\x05index\x18\x01 \x01(\r\x12/\n\x06status\x18\x02 \x01(\x0e\x32\x1f.pelagos.kvstore.v1.FetchStatus\x12\x11\n\twatermark\x18\x03 \x01(\r\x12\x0f\n\x07payload\x18\x04 \x01(\x0c\x12\x13\n\x0b\x61pproximate\x18\x05 \x01(\x08\x12\x15\n\rpayload_bytes\x18\x06 \x01(\r\"\x9c\x03\n\nPutRequest\x12\x0f\n\x07put_seq\x18\x01 \x01(\x04\x12\x0b\n\x03key\x18\x02 \x01(\x0c\x12\x12\n\nparent_key\x18\x03 \x01(\x0c\x12\x13\n\x0b\x62lock_index\x18\x04 \x01(\r\x12\x11\n\ttoken_ids\x18\x05 \x01(\x0c\x12\r\n\x05\x65xtra\x18\x06 \x01(\x0c\x12\x1a\n\x12layout_fingerprint\x18\x07 \x01(\x0c\x12.\n\tttl_class\x18\x08 \x01(\x0e\x32\x1b.pelagos.engine.v1.TtlClass\x12\x0f\n\x07payload\x18\t \x01(\x0c\x12)\n\x04ring\x18\n \x01(\x0b\x32\x1b.pelagos.kvstore.v1.ShmRing\x12\x0c\n\x04slot\x18\x0b \x01(\r\x12\x11\n\tby_decode\x18\x0c \x01(\x08\x12\x13\n\x0b\x61pproximate\x18\r \x01(\x08\x12\x11\n\twriter_id\x18\x0e \x01(\t\x12\x12\n\nrequest_id\x18\x0f \x01(\t\x12\x11\n\tdomain_id\x18\x10 \x01(\x0c\x12\x16\n\x0epayload_digest\x18\x11 \x01(\x0c\x12\x15\n\rpayload_bytes\x18\x12 \x01(\x04\"M\n\x0bPutResponse\x12\x0f\n\x07put_seq\x18\x01 \x01(\x04\x12-\n\x06status\x18\x02 \x01(\x0e\x32\x1d.pelagos.kvstore.v1.PutStatus\"\x1d\n\rExistsRequest\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\"!\n\x0e\x45xistsResponse\x12\x0f\n\x07present\x18\x01 \x01(\x0c\"8\n\x14\x46ollowCommitsRequest\x12\x10\n\x08\x66rom_seq\x18\x01 \x01(\x04\x12\x0e\n\x06log_id\x18\x02 \x01(\t\"\xc8\x01\n\x0c\x43ommitRecord\x12\x0b\n\x03key\x18\x01 \x01(\x0c\x12\x12\n\nparent_key\x18\x02 \x01(\x0c\x12\x13\n\x0b\x62lock_index\x18\x03 \x01(\r\x12\x16\n\x0e\x63reated_unix_s\x18\x04 \x01(\r\x12\x14\n\x0c\x61\x63\x63\x65ss_epoch\x18\x05 \x01(\r\x12.\n\tttl_class\x18\x06 \x01(\x0e\x32\x1b.pelagos.engine.v1.TtlClass\x12\x0f\n\x07removed\x18\x07 \x01(\x08\x12\x13\n\x0b\x61pproximate\x18\x08 \x01(\x08\"\x9b\x01\n\x15\x46ollowCommitsResponse\x12\x0e\n\x06log_id\x18\x01 \x01(\t\x12\x10\n\x08next_seq\x18\x02 \x01(\x04\x12\x31\n\x07records\x18\x03 \x03(\x0b\x32 .pelagos.kvstore.v1.CommitRecord\x12\r\n\x05reset\x18\x04 \x01(\x08\x12\r\n\x05level\x18\x05 \x01(\x08\x12\x0f\n\x07\x65ntries\x18\x06 \x01(\x0c\"L\n\x0cTouchRequest\x12\x0c\n\x04keys\x18\x01 \x01(\x0c\x12.\n\tttl_class\x18\x02 \x01(\x0e\x32\x1b.pelagos.engine.v1.TtlClass\" \n\rTouchResponse\x12\x0f\n\x07touched\x18\x01 \x01(\r\":\n\nPinRequest\x12\x0e\n\x06pin_id\x18\x01 \x01(\t\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\x0e\n\x06ttl_ms\x18\x03 \x01(\r\"\x1d\n\x0bPinResponse\x12\x0e\n\x06pinned\x18\x01 \x01(\r\"(\n\x13\x44\x65leteTenantRequest\x12\x11\n\tdomain_id\x18\x01 \x01(\x0c\"&\n\x14\x44\x65leteTenantResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\"\r\n\x0bStatRequest\"\xc2\x01\n\x0cStatResponse\x12\x0e\n\x06\x62locks\x18\x01 \x01(\x04\x12\x12\n\nused_bytes\x18\x02 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x03 \x01(\x04\x12\x13\n\x0bqueued_puts\x18\x04 \x01(\x04\x12\x14\n\x0cqueued_bytes\x18\x05 \x01(\x04\x12\x14\n\x0c\x64ropped_puts\x18\x06 \x01(\x04\x12\x16\n\x0e\x63orrupt_blocks\x18\x07 \x01(\x04\x12\x0f\n\x07\x62\x61\x63kend\x18\x08 \x01(\t\x12\x0c\n\x04pins\x18\t \x01(\x04*\x8d\x01\n\x0b\x46\x65tchStatus\x12\x1c\n\x18\x46\x45TCH_STATUS_UNSPECIFIED\x10\x00\x12\x13\n\x0f\x46\x45TCH_STATUS_OK\x10\x01\x12\x17\n\x13\x46\x45TCH_STATUS_ABSENT\x10\x02\x12\x18\n\x14\x46\x45TCH_STATUS_CORRUPT\x10\x03\x12\x18\n\x14\x46\x45TCH_STATUS_TIMEOUT\x10\x04*\xc2\x01\n\tPutStatus\x12\x1a\n\x16PUT_STATUS_UNSPECIFIED\x10\x00\x12\x18\n\x14PUT_STATUS_COMMITTED\x10\x01\x12\x15\n\x11PUT_STATUS_EXISTS\x10\x02\x12\x1b\n\x17PUT_STATUS_KEY_MISMATCH\x10\x03\x12\x18\n\x14PUT_STATUS_NO_PARENT\x10\x04\x12\x16\n\x12PUT_STATUS_DROPPED\x10\x05\x12\x19\n\x15PUT_STATUS_STALE_RING\x10\x06\x32\x87\x06\n\x0cStoreService\x12N\n\x05\x46\x65tch\x12 .pelagos.kvstore.v1.FetchRequest\x1a!.pelagos.kvstore.v1.FetchResponse0\x01\x12^\n\x0b\x43\x61ncelFetch\x12&.pelagos.kvstore.v1.CancelFetchRequest\x1a\'.pelagos.kvstore.v1.CancelFetchResponse\x12J\n\x03Put\x12\x1e.pelagos.kvstore.v1.PutRequest\x1a\x1f.pelagos.kvstore.v1.PutResponse(\x01\x30\x01\x12O\n\x06\x45xists\x12!.pelagos.kvstore.v1.ExistsRequest\x1a\".pelagos.kvstore.v1.ExistsResponse\x12\x66\n\rFollowCommits\x12(.pelagos.kvstore.v1.FollowCommitsRequest\x1a).pelagos.kvstore.v1.FollowCommitsResponse0\x01\x12L\n\x05Touch\x12 .pelagos.kvstore.v1.TouchRequest\x1a!.pelagos.kvstore.v1.TouchResponse\x12\x46\n\x03Pin\x12\x1e.pelagos.kvstore.v1.PinRequest\x1a\x1f.pelagos.kvstore.v1.PinResponse\x12\x61\n\x0c\x44\x65leteTenant\x12\'.pelagos.kvstore.v1.DeleteTenantRequest\x1a(.pelagos.kvstore.v1.DeleteTenantResponse\x12I\n\x04Stat\x12\x1f.pelagos.kvstore.v1.StatRequest\x1a .pelagos.kvstore.v1.StatResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'pelagos.kvstore.v1.store_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FETCHSTATUS']._serialized_start=2081
-  _globals['_FETCHSTATUS']._serialized_end=2222
-  _globals['_PUTSTATUS']._serialized_start=2225
-  _globals['_PUTSTATUS']._serialized_end=2419
+  _globals['_FETCHSTATUS']._serialized_start=2104
+  _globals['_FETCHSTATUS']._serialized_end=2245
+  _globals['_PUTSTATUS']._serialized_start=2248
+  _globals['_PUTSTATUS']._serialized_end=2442
   _globals['_SHMRING']._serialized_start=87
   _globals['_SHMRING']._serialized_end=170
   _globals['_FETCHREQUEST']._serialized_start=173
@@ -45,37 +45,37 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CANCELFETCHRESPONSE']._serialized_start=421
   _globals['_CANCELFETCHRESPONSE']._serialized_end=463
   _globals['_FETCHRESPONSE']._serialized_start=466
-  _globals['_FETCHRESPONSE']._serialized_end=602
-  _globals['_PUTREQUEST']._serialized_start=605
-  _globals['_PUTREQUEST']._serialized_end=1017
-  _globals['_PUTRESPONSE']._serialized_start=1019
-  _globals['_PUTRESPONSE']._serialized_end=1096
-  _globals['_EXISTSREQUEST']._serialized_start=1098
-  _globals['_EXISTSREQUEST']._serialized_end=1127
-  _globals['_EXISTSRESPONSE']._serialized_start=1129
-  _globals['_EXISTSRESPONSE']._serialized_end=1162
-  _globals['_FOLLOWCOMMITSREQUEST']._serialized_start=1164
-  _globals['_FOLLOWCOMMITSREQUEST']._serialized_end=1220
-  _globals['_COMMITRECORD']._serialized_start=1223
-  _globals['_COMMITRECORD']._serialized_end=1423
-  _globals['_FOLLOWCOMMITSRESPONSE']._serialized_start=1426
-  _globals['_FOLLOWCOMMITSRESPONSE']._serialized_end=1581
-  _globals['_TOUCHREQUEST']._serialized_start=1583
-  _globals['_TOUCHREQUEST']._serialized_end=1659
-  _globals['_TOUCHRESPONSE']._serialized_start=1661
-  _globals['_TOUCHRESPONSE']._serialized_end=1693
-  _globals['_PINREQUEST']._serialized_start=1695
-  _globals['_PINREQUEST']._serialized_end=1753
-  _globals['_PINRESPONSE']._serialized_start=1755
-  _globals['_PINRESPONSE']._serialized_end=1784
-  _globals['_DELETETENANTREQUEST']._serialized_start=1786
-  _globals['_DELETETENANTREQUEST']._serialized_end=1826
-  _globals['_DELETETENANTRESPONSE']._serialized_start=1828
-  _globals['_DELETETENANTRESPONSE']._serialized_end=1866
-  _globals['_STATREQUEST']._serialized_start=1868
-  _globals['_STATREQUEST']._serialized_end=1881
-  _globals['_STATRESPONSE']._serialized_start=1884
-  _globals['_STATRESPONSE']._serialized_end=2078
-  _globals['_STORESERVICE']._serialized_start=2422
-  _globals['_STORESERVICE']._serialized_end=3197
+  _globals['_FETCHRESPONSE']._serialized_end=625
+  _globals['_PUTREQUEST']._serialized_start=628
+  _globals['_PUTREQUEST']._serialized_end=1040
+  _globals['_PUTRESPONSE']._serialized_start=1042
+  _globals['_PUTRESPONSE']._serialized_end=1119
+  _globals['_EXISTSREQUEST']._serialized_start=1121
+  _globals['_EXISTSREQUEST']._serialized_end=1150
+  _globals['_EXISTSRESPONSE']._serialized_start=1152
+  _globals['_EXISTSRESPONSE']._serialized_end=1185
+  _globals['_FOLLOWCOMMITSREQUEST']._serialized_start=1187
+  _globals['_FOLLOWCOMMITSREQUEST']._serialized_end=1243
+  _globals['_COMMITRECORD']._serialized_start=1246
+  _globals['_COMMITRECORD']._serialized_end=1446
+  _globals['_FOLLOWCOMMITSRESPONSE']._serialized_start=1449
+  _globals['_FOLLOWCOMMITSRESPONSE']._serialized_end=1604
+  _globals['_TOUCHREQUEST']._serialized_start=1606
+  _globals['_TOUCHREQUEST']._serialized_end=1682
+  _globals['_TOUCHRESPONSE']._serialized_start=1684
+  _globals['_TOUCHRESPONSE']._serialized_end=1716
+  _globals['_PINREQUEST']._serialized_start=1718
+  _globals['_PINREQUEST']._serialized_end=1776
+  _globals['_PINRESPONSE']._serialized_start=1778
+  _globals['_PINRESPONSE']._serialized_end=1807
+  _globals['_DELETETENANTREQUEST']._serialized_start=1809
+  _globals['_DELETETENANTREQUEST']._serialized_end=1849
+  _globals['_DELETETENANTRESPONSE']._serialized_start=1851
+  _globals['_DELETETENANTRESPONSE']._serialized_end=1889
+  _globals['_STATREQUEST']._serialized_start=1891
+  _globals['_STATREQUEST']._serialized_end=1904
+  _globals['_STATRESPONSE']._serialized_start=1907
+  _globals['_STATRESPONSE']._serialized_end=2101
+  _globals['_STORESERVICE']._serialized_start=2445
+  _globals['_STORESERVICE']._serialized_end=3220
 # @@protoc_insertion_point(module_scope)

@@ -239,6 +239,7 @@ class FetchResponse(_message.Message):
     WATERMARK_FIELD_NUMBER: _builtins.int
     PAYLOAD_FIELD_NUMBER: _builtins.int
     APPROXIMATE_FIELD_NUMBER: _builtins.int
+    PAYLOAD_BYTES_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Index in the request."""
     status: Global___FetchStatus.ValueType
@@ -249,6 +250,8 @@ class FetchResponse(_message.Message):
     """Payload when no ring was given."""
     approximate: _builtins.bool
     """Whether the block rests on a bounded replay."""
+    payload_bytes: _builtins.int
+    """Length of the payload, here or in its slot; 0 unless OK."""
     def __init__(
         self,
         *,
@@ -257,10 +260,11 @@ class FetchResponse(_message.Message):
         watermark: _builtins.int = ...,
         payload: _builtins.bytes = ...,
         approximate: _builtins.bool = ...,
+        payload_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["approximate", b"approximate", "index", b"index", "payload", b"payload", "status", b"status", "watermark", b"watermark"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["approximate", b"approximate", "index", b"index", "payload", b"payload", "payload_bytes", b"payload_bytes", "status", b"status", "watermark", b"watermark"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,1 @@
+"""What an operator runs on a store: export, import, repair, bench, plots."""
