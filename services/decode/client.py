@@ -11,7 +11,8 @@ async with client.attach(address, "entrypoint-1") as channel:
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -20,6 +21,7 @@ from pelagos.decode.v1 import decode_pb2 as pb
 from pelagos.decode.v1 import decode_pb2_grpc as rpc
 from pelagos.engine.v1 import kv_transfer_pb2, kv_transfer_pb2_grpc, records_pb2
 
+from services.common.clock import SYSTEM_CLOCK, Clock
 from services.common.errors import Failure, Reason
 from services.common.rpc_client import Channels, call, stream_call
 from services.common.rpc_errors import from_proto
@@ -31,6 +33,7 @@ from services.engine.transfer_client import Outgoing, push
 _RPC_TIMEOUT_S = 2.0
 _RUN_TIMEOUT_S = 10.0
 _MOVE_TIMEOUT_S = 60.0
+_RENEWALS = 3  # of a lease: one that is late or lost leaves two more
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,8 @@ class DecodeCalls(Protocol):
         lease_ms: int = 0,
     ) -> Reservation: ...
 
+    async def renew(self, address: str, reservation_id: str, lease_ms: int = 0) -> float: ...
+
     async def push(
         self,
         address: str,
@@ -81,6 +86,39 @@ class DecodeCalls(Protocol):
     ) -> None: ...
 
     async def abort(self, address: str, key: RequestKey) -> bool: ...
+
+
+async def keep_lease(
+    client: DecodeCalls,
+    address: str,
+    reservation_id: str,
+    lease_s: float,
+    may_hold: Callable[[], bool] = lambda: True,
+    clock: Clock = SYSTEM_CLOCK,
+) -> None:
+    """Renews a lease in time for as long as `may_hold`; ends when it is gone. To be cancelled."""
+    while True:
+        await clock.sleep(lease_s / _RENEWALS)
+        if not may_hold():
+            return
+        try:
+            await client.renew(address, reservation_id)
+        except Failure as failure:
+            if failure.reason is Reason.NOT_FOUND:
+                return
+
+
+@asynccontextmanager
+async def lease_kept(
+    client: DecodeCalls, address: str, reservation_id: str, lease_s: float
+) -> AsyncIterator[None]:
+    """Renews a lease while the block runs."""
+    keeper = asyncio.create_task(keep_lease(client, address, reservation_id, lease_s))
+    try:
+        yield
+    finally:
+        keeper.cancel()
+        await asyncio.gather(keeper, return_exceptions=True)
 
 
 class DecodeClient:

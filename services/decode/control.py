@@ -11,7 +11,6 @@ from services.decode import drain as drain_core
 from services.decode.engine import DecodeEngine
 from services.engine.control import cost_model_to_proto, grammar_features
 from services.engine.records import layout_to_proto
-from services.engine.sim.config import CURVE_MS, CURVE_ROWS
 from services.lb.decode.client import LoadReport, RankLoad
 
 _DRAIN_STATES = {
@@ -41,7 +40,7 @@ class DecodeControl:
             engine=model.engine,
             model_id=model.model_id,
             weights_id=engine.layout.weights_id,
-            tokenizer_id=model.tokenizer_id,
+            tokenizer_id=model.vocabulary_id,
             ep_size=len(engine.ranks),
             dp_size=len(engine.ranks),
             cp_size=1,
@@ -73,9 +72,10 @@ class DecodeControl:
         return sorted(features)
 
     def _curve(self) -> list[pb.CurvePoint]:
+        curve = self._engine.ranks[0].curve
         return [
             pb.CurvePoint(rows=rows, base_ms=base_ms)
-            for rows, base_ms in zip(CURVE_ROWS, CURVE_MS, strict=True)
+            for rows, base_ms in zip(curve.sizes, curve.base_ms, strict=True)
         ]
 
     def rank_loads(self) -> list[pb.RankLoad]:

@@ -136,6 +136,8 @@ class DecodeEngine:
                 curve=Curve(CURVE_ROWS, CURVE_MS),
                 dspark=config.dspark,
                 async_steps=config.async_steps,
+                # The simulation's times are the guess that they follow; a network's are measured.
+                learns_curve=config.model.engine != "sim",
                 clock=clock,
             )
             for index, runner in enumerate(runners)

@@ -15,17 +15,21 @@ from services.common.service import Runtime, run_service
 from services.decode.config import DecodeConfig
 from services.decode.control import DecodeControl
 from services.decode.engine import DecodeEngine, Identity
+from services.decode.experts import LOOKS, ExpertBalance, PlacesExperts
 from services.decode.mover import BalancedMover
 from services.decode.server import DecodeServicer
 from services.engine.control import EngineControlServicer
 from services.engine.grammars import Grammars
 from services.engine.persister import Persister
 from services.engine.sim.tokens import Scripts
+from services.engine.store_ring import StoreRing, watch_rings
 from services.engine.stores import NearestStore
 from services.engine.tasks import TaskSet
 from services.engine.windows import Windows
 from services.kvstore.client import SwaPool, SwaPoolServicer
 from services.lb.decode.client import DecodeLbClient, leader_of
+from services.lb.expert.client import ExpertLbClient
+from services.lb.expert.client import leader_of as expert_leader_of
 from services.so_compiler.client import SoCompilerClient
 
 log = logging.getLogger(__name__)
@@ -50,6 +54,7 @@ async def build_engine(
     library.preload()
     ranks = DecodeLbClient(runtime.channels, leader_of(runtime.view))
     store = NearestStore(runtime.view, runtime.channels, runtime.machine, runtime.rng)
+    put_ring = StoreRing("decode-put", layout.block_bytes, config.store_ring_blocks)
     tasks = TaskSet()
     windows = Windows(
         SwaPool(runtime.instance_id, runtime.advertised, config.swa_pool_bytes),
@@ -62,7 +67,11 @@ async def build_engine(
         config,
         [
             config.model.make_runner(
-                config.num_blocks, for_prefill=False, scripts=scripts, clock=clock
+                config.num_blocks,
+                for_prefill=False,
+                max_seqs=config.max_seqs,
+                scripts=scripts,
+                clock=clock,
             )
             for _ in range(config.num_ranks)
         ],
@@ -74,6 +83,7 @@ async def build_engine(
             block_bytes=layout.block_bytes,
             max_queue_bytes=config.persist_queue_bytes,
             by_decode=True,
+            ring=lambda: put_ring if store.shares_memory else None,
         ),
         mover=BalancedMover(runtime.channels, ranks, runtime.instance_id, layout.signature),
         keep_window=windows.keep,
@@ -112,6 +122,7 @@ async def build_engine(
     )
     _announce(runtime, engine)
     _count(runtime, engine)
+    watch_rings(runtime, put_ring)
 
     async def refuse_new() -> None:
         engine.refusing = True
@@ -126,6 +137,11 @@ async def build_engine(
     runtime.spawn(engine.run(), "engine")
     runtime.spawn(_report(runtime, control, ranks), "decode balancer report")
     runtime.spawn(_watch_health(runtime, engine), "health")
+    runner = engine.ranks[0].runner
+    moves = isinstance(runner, PlacesExperts) and runner.leads_experts and runner.expert_ranks > 1
+    # Ranks of one process share the experts' memory, and nothing keeps their steps together.
+    if moves and config.rebalance_steps and len(engine.ranks) == 1:
+        runtime.spawn(_balance_experts(runtime, engine, runner), "experts")
     return engine
 
 
@@ -146,7 +162,7 @@ def _announce(runtime: Runtime[DecodeConfig], engine: DecodeEngine) -> None:
         fingerprint={
             "layout": engine.layout.signature,
             "model": config.model.model_id,
-            "tokenizer": config.model.tokenizer_id,
+            "tokenizer": config.model.vocabulary_id,
         },
         labels={"engine": config.model.engine},
     )
@@ -218,6 +234,21 @@ async def _report(
                     await session.send(control.balancer_report())
                     await runtime.clock.sleep(runtime.config.report_interval_s)
         await runtime.clock.sleep(_RETRY_S)
+
+
+async def _balance_experts(
+    runtime: Runtime[DecodeConfig], engine: DecodeEngine, runner: PlacesExperts
+) -> None:
+    """Follows the expert balancer's plans, a look every tenth of a window."""
+    planner = ExpertLbClient(runtime.channels, expert_leader_of(runtime.view))
+    balance = ExpertBalance(runner, planner, runtime.instance_id)
+    every, last = max(1, runtime.config.rebalance_steps // LOOKS), 0
+    while True:
+        await runtime.clock.sleep(_HEALTH_POLL_S)
+        steps = sum(rank.counts.steps for rank in engine.ranks)
+        if steps - last >= every:
+            last = steps
+            await balance.turn(steps)
 
 
 async def _watch_health(runtime: Runtime[DecodeConfig], engine: DecodeEngine) -> None:

@@ -12,7 +12,7 @@ from pelagos.engine.v1 import records_pb2
 
 from services.common.errors import Failure, Reason
 from services.common.rpc_client import Channels
-from services.decode.client import DecodeClient
+from services.decode.client import DecodeClient, lease_kept
 from services.decode.engine import Target
 from services.engine.records import key_from_proto
 from services.engine.transfer_client import Outgoing
@@ -117,10 +117,11 @@ class BalancedMover:
             rank=rank,
         )
         try:
-            transfer_id = await self._client.push(
-                address, key, held.reservation_id, self._signature, num_tokens, pieces
-            )
-            await self._client.run(address, held.reservation_id, record, transfer_id)
+            async with lease_kept(self._client, address, held.reservation_id, held.lease_s):
+                transfer_id = await self._client.push(
+                    address, key, held.reservation_id, self._signature, num_tokens, pieces
+                )
+                await self._client.run(address, held.reservation_id, record, transfer_id)
         except BaseException:
             with suppress(Failure):
                 await self._client.release(address, held.reservation_id)

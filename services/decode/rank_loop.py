@@ -24,7 +24,7 @@ from services.common.errors import Failure, Reason
 from services.decode import scheduler, speculation
 from services.decode.scheduler import Running
 from services.decode.sequence import Sequence
-from services.decode.speculation import Curve
+from services.decode.speculation import Curve, StepTimes
 from services.engine.blocks import BlockManager, SlotPool
 from services.engine.layout import Geometry
 from services.engine.requests import FinishReason, TokenOut
@@ -34,6 +34,7 @@ from services.engine.stop import Stop
 log = logging.getLogger(__name__)
 
 _STEPS_KEPT = 64
+_CURVE_STEPS = 16  # steps between two looks at what they took
 
 
 @dataclass
@@ -88,6 +89,7 @@ class DecodeRank:
         dspark: str,
         async_steps: bool,
         clock: Clock,
+        learns_curve: bool = False,
     ) -> None:
         self.rank = rank
         self.runner = runner
@@ -98,7 +100,8 @@ class DecodeRank:
         self.counts = RankCounts()
         self.dspark = dspark
         self._geometry: Geometry = runner.layout.geometry
-        self._curve = curve
+        self.curve = curve
+        self._times = StepTimes(curve) if learns_curve else None
         self._async = async_steps
         self._hooks = hooks
         self._clock = clock
@@ -242,7 +245,7 @@ class DecodeRank:
             clean, bad = speculation.clamp_confidences(sequence.confidences)
             self.counts.clamped_confidences += bad
             survivals.append(speculation.survival(clean))
-        return speculation.choose_budget(survivals, self._curve, max_draft)
+        return speculation.choose_budget(survivals, self.curve, max_draft)
 
     def _copy_windows(self, in_flight: set[Sequence]) -> None:
         """Copies states at boundaries before forward(N): early when N-1 may cross one (2.6)."""
@@ -276,6 +279,7 @@ class DecodeRank:
 
     def _post_process(self, step: _InFlight, result: DecodeResult) -> None:
         self.counts.steps += 1
+        self._learn(result)
         self.counts.step_ms.append(1e3 * (time.monotonic() - step.launched_s))
         for sequence in step.rows:
             output = result.outputs.get(sequence.seq_id)
@@ -295,6 +299,15 @@ class DecodeRank:
             self.counts.rows += output.num_rows
             sequence.confidences, sequence.drafts = output.confidences, output.drafts
             self._append(sequence, output.tokens, output.num_rows)
+
+    def _learn(self, result: DecodeResult) -> None:
+        """Follows what steps take, now and then: the budget is chosen by the curve (3.6)."""
+        if self._times is None:
+            return
+        rows = sum(output.num_rows for output in result.outputs.values())
+        self._times.add(rows, result.measured_ms)
+        if self.counts.steps % _CURVE_STEPS == 0:
+            self.curve = self._times.curve()
 
     def _append(self, sequence: Sequence, tokens: tuple[TokenOut, ...], num_rows: int) -> None:
         outcome = scheduler.on_result(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator
 from typing import Any
 
@@ -13,6 +14,7 @@ from services.common.rpc_errors import to_proto
 from services.decode.engine import DecodeEngine
 from services.engine import streams
 from services.engine.records import key_from_proto
+from services.engine.requests import RequestKey
 
 
 class DecodeServicer:
@@ -98,23 +100,26 @@ class DecodeServicer:
         self, request: pb.ExportRequest, context: Any
     ) -> AsyncIterator[pb.ExportResponse]:
         key = key_from_proto(request.key)
+        self._engine.find(key)
+        # Whether the caller waits or not: a request that was paused must move or go on.
+        work = self._engine.tasks.start(self._export(key, request.target_address), "export")
+        yield await asyncio.shield(work)
+
+    async def _export(self, key: RequestKey, address: str) -> pb.ExportResponse:
         rank, sequence = self._engine.find(key)
-        if not request.target_address:
+        if not address:
             sequence.paused = True
             await rank.settled(sequence)
             record, _ = self._engine.record_of(rank, sequence)
             self._engine.end_resumable(rank, sequence)
-            yield pb.ExportResponse(record=record)
-            return
+            return pb.ExportResponse(record=record)
         try:
-            await self._engine.export(key, request.target_address)
+            await self._engine.export(key, address)
         except Failure as failure:
             if not sequence.finished:
                 self._engine.resume(key)
-            yield pb.ExportResponse(failed=to_proto(failure))
-            return
-        moved = sequence.stream.end_event.moved
-        yield pb.ExportResponse(moved=moved)
+            return pb.ExportResponse(failed=to_proto(failure))
+        return pb.ExportResponse(moved=sequence.stream.end_event.moved)
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         return pb.AbortResponse(found=self._engine.abort(key_from_proto(request.key)))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -55,6 +56,42 @@ class Curve:
         if index == len(self.sizes):
             return None
         return self.base_ms[index] + self.slope_ms * self.sizes[index] + self.sampler_ms
+
+
+class StepTimes:
+    """What steps really took, and the curve that follows (3.6).
+
+    A size that was seen often enough has the median of its last times; one that was not has the
+    first guess, scaled as the nearest size that was seen. Times never fall with more rows.
+    """
+
+    def __init__(self, guess: Curve, kept: int = 9, needed: int = 5) -> None:
+        self._guess = guess
+        self._needed = needed
+        self._times = {size: deque[float](maxlen=kept) for size in guess.sizes}
+
+    def add(self, num_rows: int, measured_ms: float) -> None:
+        """Takes one step's time; larger ones than the largest size are not on the curve."""
+        times = self._times.get(self._guess.padded(num_rows))
+        if times is not None and measured_ms > 0:
+            times.append(measured_ms)
+
+    def curve(self) -> Curve:
+        """Returns the curve as far as it is known; the guess before anything is."""
+        guess = self._guess
+        seen = {
+            at: median(self._times[size])
+            for at, size in enumerate(guess.sizes)
+            if len(self._times[size]) >= self._needed
+        }
+        if not seen:
+            return guess
+        base_ms: list[float] = []
+        for at, guessed in enumerate(guess.base_ms):
+            near = min(seen, key=lambda other: (abs(other - at), other))
+            wanted = seen.get(at, guessed * seen[near] / guess.base_ms[near])
+            base_ms.append(max([wanted, *base_ms[-1:]]))
+        return Curve(guess.sizes, tuple(base_ms))
 
 
 def curve_sizes(max_seqs: int, max_draft: int, interval: int = 8) -> tuple[int, ...]:

@@ -158,7 +158,8 @@ class Transfers:
                 if answer.HasField("error"):
                     return
             if incoming is not None and incoming.core.phase is Phase.ABORTING:
-                yield _refusal(incoming, Failure(Reason.CLIENT_CANCELLED, "the receiver gave up"))
+                # Its lease lapsed or its request ended; what the sender still holds is fenced off.
+                yield _refusal(incoming, Failure(Reason.STALE_EPOCH, "the receiver gave up"))
         finally:
             if incoming is not None and incoming.writer is aborted:
                 incoming.writer = None

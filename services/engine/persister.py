@@ -8,6 +8,7 @@ would refuse it. Source: engine.md, section 2.7; kvcache-and-balancing.md, secti
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,8 +16,12 @@ from typing import Protocol
 
 from pelagos.engine.v1 import records_pb2
 
+from services.common.shm_ring import SlotRing
+from services.engine.store_ring import StoreRing
 from services.engine.tasks import TaskSet
 from services.kvstore.client import Block, PutStatus, TtlClass
+
+log = logging.getLogger(__name__)
 
 _MAX_REMEMBERED = 65_536
 _MAX_UNANSWERED = 64
@@ -25,8 +30,9 @@ _MAX_UNANSWERED = 64
 class Putter(Protocol):
     """What the persister needs of a store client."""
 
-    async def put(self, block: Block) -> PutStatus:
-        """Stores one block; puts of one client keep their order."""
+    async def put(self, block: Block, ring: SlotRing | None = None) -> PutStatus:
+        """Stores one block, its payload in a slot of the ring; puts of one client keep their
+        order. The slot is the store's until this returns, but for LOST."""
         ...
 
 
@@ -63,7 +69,11 @@ class _Queued:
 
 
 class Persister:
-    """One per engine process. `store` returns the store's client, None while none is known."""
+    """One per engine process.
+
+    store: returns the store's client, None while none is known; ring: returns the slots that this
+        store sees too, None where it is on another machine.
+    """
 
     def __init__(
         self,
@@ -74,9 +84,11 @@ class Persister:
         block_bytes: int,
         max_queue_bytes: int,
         by_decode: bool,
+        ring: Callable[[], StoreRing | None] = lambda: None,
     ) -> None:
         self.counts = PersistCounts()
         self._store = store
+        self._ring = ring
         self._layout = layout
         self._writer_id = writer_id
         self._max_queued = max(1, max_queue_bytes // block_bytes)
@@ -137,14 +149,34 @@ class Persister:
         try:
             store = self._store()
             if store is not None:
-                status = await store.put(self._message(item))
+                status = await self._send(store, item)
         finally:
             item.unpin()
             self._count(item.block.key, status)
             self._wake.set()
 
-    def _message(self, item: _Queued) -> Block:
-        block = item.block
+    async def _send(self, store: Putter, item: _Queued) -> PutStatus:
+        payload, ring = item.read(), self._ring()
+        lease = None if ring is None else ring.take(1)
+        if ring is None or lease is None:
+            return await store.put(self._message(item.block, payload=payload))
+        status = PutStatus.LOST
+        try:
+            lease.write(payload)
+            message = self._message(item.block, slot=lease.slots[0], num_bytes=len(payload))
+            status = await store.put(message, lease.ring)
+        finally:
+            # Lost, or left by us while the store is at it: it may still read the slot.
+            lease.abandon() if status is PutStatus.LOST else lease.give_back()
+        if status is PutStatus.STALE_RING:
+            log.warning("the store does not see our shared memory")
+            ring.turn_off()
+            return await store.put(self._message(item.block, payload=payload))
+        return status
+
+    def _message(
+        self, block: FullBlock, *, payload: bytes = b"", slot: int | None = None, num_bytes: int = 0
+    ) -> Block:
         agent = block.ttl_class == records_pb2.TTL_CLASS_AGENT
         return Block(
             key=block.key,
@@ -153,7 +185,9 @@ class Persister:
             token_ids=block.token_ids,
             layout=self._layout,
             ttl_class=TtlClass.AGENT if agent else TtlClass.CHAT,
-            payload=item.read(),
+            payload=payload,
+            slot=slot,
+            num_bytes=num_bytes,
             extra=block.extra,
             by_decode=self._by_decode,
             approximate=block.approximate,

@@ -6,6 +6,7 @@ import random
 
 from services.common.membership import ClusterView, Member
 from services.common.rpc_client import Channels
+from services.common.transport import host_id
 from services.kvstore.client import StoreClient
 
 STORE_ROLE = "store"
@@ -31,6 +32,8 @@ class NearestStore:
         self._rng = rng
         self._member: Member | None = None
         self._client: StoreClient | None = None
+        # Whether the instance of `client` sees the shared memory that we see.
+        self.shares_memory = False
 
     def client(self) -> StoreClient | None:
         """Returns the client; the same one for as long as its instance is ready."""
@@ -40,6 +43,9 @@ class NearestStore:
             return self._client
         self._member = nearest(self._view, STORE_ROLE, self._machine, self._rng)
         self._client = None
+        self.shares_memory = False
         if self._member is not None:
             self._client = StoreClient(self._channels, self._member.address)
+            seen = self._member.labels.get("shm", "")
+            self.shares_memory = seen != "" and seen == host_id()
         return self._client

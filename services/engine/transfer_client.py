@@ -26,6 +26,7 @@ from services.common.rpc_errors import from_proto
 _OPEN_TIMEOUT_S = 5.0
 _NO_PROGRESS_S = 10.0  # a transfer without progress for so long has failed (7.5)
 _CLOSE_TIMEOUT_S = 1.0
+_LAST_WORD_S = 1.0  # how long a receiver's reason may come after a write has failed
 
 
 @dataclass(frozen=True)
@@ -73,17 +74,66 @@ async def _send_all(
     request_id: str,
     pieces: Iterable[Outgoing],
 ) -> None:
-    credit = opened.credit_bytes
-    for seq, chunk in enumerate(chunks_of(opened, request_id, pieces)):
-        while credit < chunk.length_bytes:
-            credit += (await _acknowledged(stream)).credit_bytes
-        chunk.seq = seq
-        await stream.write(pb.PushRequest(chunk=chunk))
-        credit -= chunk.length_bytes
-    await stream.done_writing()
-    while True:
-        if (await _acknowledged(stream)).verified:
-            return
+    credit = _Credit(stream, opened.credit_bytes)
+    try:
+        for seq, chunk in enumerate(chunks_of(opened, request_id, pieces)):
+            await credit.take(chunk.length_bytes)
+            chunk.seq = seq
+            await stream.write(pb.PushRequest(chunk=chunk))
+        await stream.done_writing()
+        await credit.verified()
+    except Failure as failure:
+        raise await credit.refusal() or failure from None
+    finally:
+        credit.close()
+
+
+class _Credit:
+    """Bytes that may be sent. Listens all the time: a refusal is heard before a write fails of it,
+    and a call that a write has broken says nothing any more."""
+
+    def __init__(self, stream: StreamCall[Any, Any], level: int) -> None:
+        self._level = level
+        self._more = asyncio.Event()
+        self._listener = asyncio.create_task(self._listen(stream), name="transfer's credit")
+        self._listener.add_done_callback(lambda _: self._more.set())
+
+    async def _listen(self, stream: StreamCall[Any, Any]) -> None:
+        while True:
+            answer = await _acknowledged(stream)
+            self._level += answer.credit_bytes
+            self._more.set()
+            if answer.verified:
+                return
+
+    async def take(self, num_bytes: int) -> None:
+        """Waits until so many bytes may be sent. Raises: Failure."""
+        while True:
+            if self._listener.done():
+                await self._listener
+                raise Failure(Reason.HANDOFF_MISMATCH, "the receiver verified less than all")
+            if self._level >= num_bytes:
+                break
+            self._more.clear()
+            await self._more.wait()
+        self._level -= num_bytes
+
+    async def verified(self) -> None:
+        """Waits for the receiver's last word. Raises: Failure."""
+        await self._listener
+
+    async def refusal(self) -> Failure | None:
+        """Returns what the receiver said when a write failed, None where it said nothing."""
+        await asyncio.wait({self._listener}, timeout=_LAST_WORD_S)
+        if not self._listener.done() or self._listener.cancelled():
+            return None
+        heard = self._listener.exception()
+        return heard if isinstance(heard, Failure) else None
+
+    def close(self) -> None:
+        self._listener.cancel()
+        if self._listener.done() and not self._listener.cancelled():
+            self._listener.exception()  # it was raised, or something else was first
 
 
 async def _acknowledged(stream: StreamCall[Any, Any]) -> pb.PushResponse:

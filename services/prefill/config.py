@@ -38,6 +38,7 @@ class PrefillConfig:
     pick_wait_ms: int = 5000  # how long the decode balancer may let a request wait for room
     swa_pool_bytes: int = 256 * 1024 * 1024
     persist_queue_bytes: int = 64 * 1024 * 1024
+    store_ring_blocks: int = 32  # shared with the STORE of this machine, each way; 0: none
     stall_limit_s: float = 60.0
     model: ModelConfig = field(default_factory=ModelConfig)
     streams: StreamLimits = field(default_factory=StreamLimits)
@@ -50,6 +51,7 @@ class PrefillConfig:
         require(self.step_budget_ms > 0, "step_budget_ms must be above 0")
         require(self.max_batched_tokens >= 1, "max_batched_tokens must be at least 1")
         require(self.max_waiting >= 1, "max_waiting must be at least 1")
+        require(0 <= self.store_ring_blocks <= 4096, "store_ring_blocks: 0 to 4096")
         require(self.persist in ("none", "decode", "both"), "persist: none, decode or both")
         require(self.handoff_attempts >= 1, "handoff_attempts must be at least 1")
 

@@ -44,7 +44,7 @@ class PrefillControl:
             engine=model.engine,
             model_id=model.model_id,
             weights_id=engine.layout.weights_id,
-            tokenizer_id=model.tokenizer_id,
+            tokenizer_id=model.vocabulary_id,
             ep_size=len(engine.ranks),
             dp_size=len(engine.ranks),
             cp_size=1,

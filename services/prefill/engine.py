@@ -39,7 +39,7 @@ from services.engine.streams import StreamHub
 from services.engine.tasks import TaskSet
 from services.prefill import deps, scheduler
 from services.prefill.config import PrefillConfig
-from services.prefill.handoff import Handoff, Room, blames_the_instance
+from services.prefill.handoff import Handoff, Room, as_final, blames_the_instance
 from services.prefill.rank import PrefillRank
 from services.prefill.scheduler import Ledger, StepLimits, StepPlan
 from services.prefill.work import Phase, Work
@@ -313,7 +313,14 @@ class PrefillEngine:
             work.key.request_id, work.spec.namespace.tenant, _traceparent(work), work.deadline_s
         )
         with calling(call_), tracing.span("prefill.reserve", traceparent=_traceparent(work)):
-            return await self._handoff.reserve(work, self.layout.signature, excluded)
+            room = await self._handoff.reserve(work, self.layout.signature, excluded)
+        if not work.ended:
+            work.keeper = self.tasks.start(self._keep_room(room), "keep room")
+        return room
+
+    async def _keep_room(self, room: Room) -> None:
+        """Holds on to a room while steps complete: a device that hangs keeps nobody's."""
+        await self._handoff.keep(room, lambda: self.stalled_for_s() < self.config.stall_limit_s)
 
     def _apply(
         self,
@@ -442,6 +449,7 @@ class PrefillEngine:
                         await self._handoff.deliver(work, rank.runner, room)
                         break
                     except Failure as failure:
+                        self._stop_keeping(work)
                         log.info(
                             "hand-off failed",
                             extra={
@@ -450,7 +458,7 @@ class PrefillEngine:
                             },
                         )
                         if attempt == self.config.handoff_attempts:
-                            raise
+                            raise as_final(failure) from failure
                         if blames_the_instance(failure):
                             excluded.append(room.instance_id)
         work.task = None
@@ -471,6 +479,11 @@ class PrefillEngine:
                 if work.reservation is not None and work.reservation.done():
                     work.reservation = None
         return await self._reserve(work, excluded)
+
+    def _stop_keeping(self, work: Work) -> None:
+        if work.keeper is not None:
+            work.keeper.cancel()
+            work.keeper = None
 
     # --- ends -----------------------------------------------------------------------------------
 
@@ -509,6 +522,7 @@ class PrefillEngine:
         if work.ended:
             return
         work.ended = True
+        self._stop_keeping(work)
         if isinstance(how, Room):
             self.counts.handed_off += 1
             work.stream.moved(how.instance_id, how.address, how.key.epoch)

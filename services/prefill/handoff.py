@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -17,7 +18,7 @@ from pelagos.engine.v1 import records_pb2 as pb
 
 from services.common.call import Call, calling
 from services.common.errors import Failure, Reason
-from services.decode.client import DecodeCalls
+from services.decode.client import DecodeCalls, keep_lease
 from services.engine import records
 from services.engine.handoff import outgoing_pieces, request_without_pixels
 from services.engine.requests import RequestKey
@@ -36,7 +37,8 @@ class Room:
     instance_id: str
     address: str
     key: RequestKey
-    reservation_id: str
+    reservation_id: str = ""
+    lease_s: float = 0.0
 
 
 def blames_the_instance(failure: Failure) -> bool:
@@ -52,6 +54,17 @@ def blames_the_instance(failure: Failure) -> bool:
         Reason.WRONG_ROLE,
         Reason.INTERNAL,
     )
+
+
+def as_final(failure: Failure) -> Failure:
+    """Returns what a request fails with whose last hand-off failed: who runs it again must know.
+
+    Of a reservation that is gone the decode engine says NOT_FOUND or STALE_EPOCH, which mean
+    something else to whoever asked for the request.
+    """
+    if failure.reason in (Reason.NOT_FOUND, Reason.STALE_EPOCH):
+        return Failure(Reason.BACKEND_LOST, "the room on the decode engine was lost")
+    return failure
 
 
 class Handoff:
@@ -96,7 +109,7 @@ class Handoff:
                 tenant=work.spec.namespace.tenant,
             )
             pick = await pick_rank(self._ranks, request, timeout_s=self._pick_wait_s + 2)
-            room = Room(pick.instance_id, pick.address, key, "")
+            room = Room(pick.instance_id, pick.address, key)
             try:
                 held = await self._client.reserve(
                     pick.address,
@@ -106,7 +119,7 @@ class Handoff:
                     layout_signature=signature,
                     rank=pick.rank,
                 )
-                return replace(room, reservation_id=held.reservation_id)
+                return replace(room, reservation_id=held.reservation_id, lease_s=held.lease_s)
             except Failure as failure:
                 last = failure
                 if blames_the_instance(failure):
@@ -131,6 +144,14 @@ class Handoff:
                 request.attempt,
                 instance_id,
                 instance_fault=failure.reason is Reason.BACKEND_LOST,
+            )
+
+    async def keep(self, room: Room, may_hold: Callable[[], bool]) -> None:
+        """Renews the lease of a room until it is cancelled, or the room is gone (2.1)."""
+        # Without the request's deadline: its end lets go of the room by itself.
+        with calling(Call(request_id=room.key.request_id)):
+            await keep_lease(
+                self._client, room.address, room.reservation_id, room.lease_s, may_hold
             )
 
     async def deliver(self, work: Work, runner: ModelRunner, room: Room) -> None:

@@ -15,6 +15,7 @@ from services.engine.control import EngineControlServicer
 from services.engine.grammars import Grammars
 from services.engine.persister import Persister
 from services.engine.sim.tokens import Scripts
+from services.engine.store_ring import StoreRing, watch_rings
 from services.engine.stores import NearestStore
 from services.engine.tasks import TaskSet
 from services.engine.windows import Windows
@@ -53,6 +54,8 @@ async def build_engine(
     library = config.model.grammar_library()
     library.preload()
     store = NearestStore(runtime.view, runtime.channels, runtime.machine, runtime.rng)
+    put_ring = StoreRing("prefill-put", layout.block_bytes, config.store_ring_blocks)
+    fetch_ring = StoreRing("prefill-fetch", layout.block_bytes, config.store_ring_blocks)
     tasks = TaskSet()
     windows = Windows(
         SwaPool(runtime.instance_id, runtime.advertised, config.swa_pool_bytes),
@@ -77,7 +80,15 @@ async def build_engine(
         ],
         runtime.instance_id,
         peers=GrpcPeers(
-            runtime.view, runtime.channels, store, windows, grammars, layout_digest, runtime.rng
+            runtime.view,
+            runtime.channels,
+            store,
+            windows,
+            grammars,
+            layout_digest,
+            layout.block_bytes,
+            fetch_ring,
+            runtime.rng,
         ),
         handoff=Handoff(
             DecodeClient(runtime.channels),
@@ -94,6 +105,7 @@ async def build_engine(
             block_bytes=layout.block_bytes,
             max_queue_bytes=config.persist_queue_bytes,
             by_decode=False,
+            ring=lambda: put_ring if store.shares_memory else None,
         ),
         keep_window=windows.keep,
         tasks=tasks,
@@ -138,6 +150,7 @@ async def build_engine(
     )
     _announce(runtime, engine)
     _count(runtime, engine)
+    watch_rings(runtime, fetch_ring, put_ring)
 
     async def refuse_new() -> None:
         engine.accepting = False
@@ -173,7 +186,7 @@ def _announce(runtime: Runtime[PrefillConfig], engine: PrefillEngine) -> None:
         fingerprint={
             "layout": engine.layout.signature,
             "model": config.model.model_id,
-            "tokenizer": config.model.tokenizer_id,
+            "tokenizer": config.model.vocabulary_id,
         },
         labels={"engine": config.model.engine},
     )

@@ -18,8 +18,10 @@ from services.encoder.client import EncoderClient, Picture
 from services.engine.grammar import Constraint
 from services.engine.grammars import Grammars
 from services.engine.requests import Image, Sampling
+from services.engine.store_ring import Lease, StoreRing, leased
 from services.engine.stores import NearestStore
 from services.engine.windows import Windows
+from services.kvstore.client import StoreClient
 from services.lb.vision.client import EncoderCards, machines_of
 from services.prefill.deps import Fetched
 
@@ -40,6 +42,8 @@ class GrpcPeers:
         windows: Windows,
         grammars: Grammars,
         layout_digest: bytes,
+        block_bytes: int,
+        ring: StoreRing,
         rng: random.Random,
     ) -> None:
         self._view = view
@@ -47,6 +51,8 @@ class GrpcPeers:
         self._store = store
         self._windows = windows
         self._layout_digest = layout_digest
+        self._block_bytes = block_bytes
+        self._ring = ring
         self._grammars = grammars
         self._encoder = EncoderClient(channels)
         self._cards = EncoderCards(machines_of(view, channels), rng=rng)
@@ -54,28 +60,56 @@ class GrpcPeers:
     async def fetch_blocks(
         self, spec: pb.RequestSpec, keys: list[bytes], into: list[Fetched]
     ) -> None:
-        """Fetches blocks from the store of this machine, in the order of the chain."""
+        """Fetches blocks from the store of this machine, in the order of the chain.
+
+        By as many at a time as there are slots of shared memory, or all at once without it.
+        """
         store = self._store.client()
-        if store is None:
-            return
+        while store is not None and len(into) < len(keys):
+            first = len(into)
+            lease = self._ring.take(len(keys) - first) if self._store.shares_memory else None
+            end = len(keys) if lease is None else first + len(lease.slots)
+            with leased(lease):
+                await self._fetch_some(store, spec, keys, end, into, lease)
+            if len(into) < end:
+                return  # nothing after a missing block can be used
+
+    async def _fetch_some(
+        self,
+        store: StoreClient,
+        spec: pb.RequestSpec,
+        keys: list[bytes],
+        end: int,
+        into: list[Fetched],
+        lease: Lease | None,
+    ) -> None:
+        """Appends the blocks from len(into) to `end`, or up to the first that is missing."""
+        first = len(into)
         arrived: dict[int, Fetched] = {}
         async with store.fetch(
-            b"".join(keys),
+            b"".join(keys[first:end]),
             self._layout_digest,
-            parent_key=spec.namespace.root,
+            ring=None if lease is None else lease.ring,
+            slots=() if lease is None else lease.slots,
+            parent_key=keys[first - 1] if first else spec.namespace.root,
             priority=spec.priority,
             pin_id=spec.hit.pin_id,
             request_id=spec.key.request_id,
         ) as blocks:
             async for block in blocks:
-                if not block.is_ok:
-                    if block.index == len(into):
-                        return  # nothing after a missing block can be used
+                at = first + block.index
+                # What has another length was never a block of this layout.
+                if not block.is_ok or block.num_bytes != self._block_bytes:
+                    if at == len(into):
+                        return
                     continue
-                arrived[block.index] = Fetched(block.payload, block.approximate)
+                payload = block.payload
+                if lease is not None:
+                    payload = lease.read(block.index, block.num_bytes)
+                arrived[at] = Fetched(payload, block.approximate)
                 while len(into) in arrived:
                     into.append(arrived.pop(len(into)))
-                if len(into) == len(keys):
+                if len(into) == end:
                     return
 
     async def fetch_window(self, block_key: bytes, location: pb.SwaLocation) -> bytes | None:

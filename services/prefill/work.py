@@ -56,6 +56,7 @@ class Work:
     usage: Usage = field(default_factory=Usage)
     task: asyncio.Task[Any] | None = None  # what it waits for outside the step loop
     reservation: asyncio.Task[Any] | None = None  # room on a decode rank, asked for early
+    keeper: asyncio.Task[Any] | None = None  # renews the lease of that room
     num_picks: int = 0  # decode ranks asked for
     ended: bool = False
     committed: bool = False  # its prompt blocks reach the store

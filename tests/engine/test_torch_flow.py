@@ -13,10 +13,19 @@ import numpy as np
 import pytest
 
 from services.engine.config import ModelConfig
+from services.engine.keys import chain
 from services.engine.model.serve import network_of
 from services.engine.model.settings import TorchConfig
 from services.engine.model.tests.kit import Driver
-from tests.integration.engine_kit import Cluster, ask, cluster, nothing_held, spec
+from tests.integration.engine_kit import (
+    ROOT,
+    Cluster,
+    ask,
+    cluster,
+    eventually,
+    nothing_held,
+    spec,
+)
 from tests.integration.test_engines_cache import stored_prompt, with_hit
 
 pytestmark = pytest.mark.engine
@@ -82,6 +91,60 @@ async def test_200_prompts_through_prefill_and_decode_give_the_tokens_of_the_run
         expected += await asyncio.to_thread(alone, OFF, prompts[first : first + 50], 6)
     assert said == expected
     assert len({tuple(answer) for answer in said}) > 150
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("ranks", "count"), [(1, 200), (2, 50)], ids=["ep1-200", "ep2-50"])
+async def test_prompts_from_a_warm_cache_give_the_tokens_of_the_runner_that_stored_nothing(
+    tmp_path, ranks, count
+):
+    """Blocks from the store, windows from the pool, experts on one rank and on two.
+
+    What is sent through the decoder half begins at the same place in both runs: a hit that ends
+    less than `keep_tokens` before the end cuts it elsewhere (engine.md, 1.9).
+    """
+    torch, geometry = TorchConfig(expert_ranks=ranks), TorchConfig().geometry
+    block, ring = geometry.block_tokens, geometry.ring
+    fitting = [n for n in range(40, 100) if (n - ring) % block >= geometry.keep_tokens - ring]
+    lengths = np.random.default_rng(ranks).choice(fitting, count).tolist()
+    prompts = [ids_of(num, 1000 + seed) for seed, num in enumerate(lengths)]
+    hits = [(num - ring) // block * block for num in lengths]
+    groups = [range(first, min(first + 50, count)) for first in range(0, count, 50)]
+    options = both(torch)
+    options["prefill"] |= {"load_base_s": 100.0, "load_cap_s": 100.0}
+    async with cluster(tmp_path, with_store=True, payload_bytes=1 << 14, **options) as found:
+        core = found.prefills[0].core
+        for group in groups:
+            # A prefix is run whose last block boundary is where the hit is to end.
+            primes = [
+                spec(f"p{i}", prompts[i][: hits[i] + 1], max_tokens=1, **GREEDY) for i in group
+            ]
+            await asyncio.gather(*(ask(found, prime) for prime in primes))
+        stored = sum(hits) // block
+        await eventually(lambda: core.persister.counts.persisted >= stored, "blocks in the store")
+        places = {key.key16: at for key, at in core._keep_window.__self__.pool.locations()}
+        said: dict[int, list[int]] = {}
+        for tries in range(5):
+            # Where leases lapse, as on a starved machine, a hit comes to nothing: asked again.
+            for group in groups:
+                left = [i for i in group if i not in said]
+                requests = []
+                for i in left:
+                    request = spec(f"w{tries}-{i}", prompts[i], max_tokens=6, **GREEDY)
+                    keys = chain(ROOT, request.prompt_tokens, block)
+                    place = places[keys[hits[i] // block - 1][:16]]
+                    requests.append(with_hit(request, hits[i], found, _location(place)))
+                answers = await asyncio.gather(*(ask(found, request) for request in requests))
+                for i, answer in zip(left, answers, strict=True):
+                    usage = answer.event.finished.usage
+                    if (usage.cached_tokens, usage.replayed_tokens) == (hits[i], 0):
+                        said[i] = answer.token_ids
+        await nothing_held(found)
+    expected = []
+    for group in groups:
+        chunk = [prompts[i] for i in group]
+        expected += await asyncio.to_thread(alone, TorchConfig(), chunk, 6)
+    assert [said.get(i) for i in range(count)] == expected
 
 
 @pytest.mark.timeout(400)

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from services.decode.speculation import (
     Curve,
+    StepTimes,
     choose_budget,
     clamp_confidences,
     curve_sizes,
@@ -188,3 +189,20 @@ def test_t13_the_simulated_device_splits_like_the_cpu(seed):
         budget = rng.randint(len(batch), len(batch) * (G + 1))
         cpu = split_budget(budget, [survival(row) for row in batch], G)
         assert split_rows(budget, batch, G) == cpu
+
+
+def test_a_measured_curve_takes_the_place_of_the_guess_where_steps_were_seen():
+    guess = Curve((1, 2, 4, 8), (8.0, 9.0, 10.0, 12.0))
+    times = StepTimes(guess, needed=3)
+    times.add(1, 50.0)
+    times.add(1, 60.0)
+    assert times.curve() == guess, "two steps say nothing yet"
+    times.add(1, 1000.0)  # one slow step does not count
+    assert times.curve().base_ms == (60.0, 67.5, 75.0, 90.0), "the rest keeps the guess's shape"
+    for _ in range(3):
+        times.add(3, 40.0)  # padded to 4
+    assert times.curve().base_ms == (60.0, 67.5, 67.5, 67.5), "times never fall with more rows"
+    for _ in range(20):
+        times.add(1, 20.0)
+        times.add(9, 5.0)  # above the largest size
+    assert times.curve().base_ms == (20.0, 22.5, 40.0, 48.0)

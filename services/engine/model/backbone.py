@@ -14,8 +14,10 @@ import torch
 from torch import Tensor
 
 from services.engine.model.cache import BlockPool, StatePool
+from services.engine.model.device import Device
 from services.engine.model.engram_hash import EngramHash
 from services.engine.model.engram_store import EngramStore
+from services.engine.model.lanes import LaneRows
 from services.engine.model.layers import Blocks, Step
 from services.engine.model.numerics import Numerics
 from services.engine.model.parallel import ExpertGroup
@@ -52,7 +54,7 @@ class Backbone:
         states: StatePool,
         *,
         truncation: str = "compact",
-        device: torch.device | None = None,
+        device: Device,
     ) -> None:
         if truncation not in TRUNCATIONS:
             raise ValueError(f"truncation is one of {', '.join(TRUNCATIONS)}, not {truncation!r}")
@@ -60,18 +62,25 @@ class Backbone:
         self.text = model.config.text
         self.numerics = numerics
         self.states = states
-        self.device = device or torch.device("cpu")
-        self.blocks = Blocks(self.text, numerics, experts, pool, states, self.device)
+        self.device, self.kind = device.torch, device.kind
+        self.blocks = Blocks(self.text, numerics, experts, pool, states, device)
         self._engram = engram
-        self._hasher = hasher
+        self.hasher = hasher
         self._truncation = truncation
 
-    def forward(self, rows: Rows) -> Hidden | None:
-        """Runs a step; None when no row reached the decoder half."""
+    def forward(
+        self, rows: Rows | LaneRows, memory: dict[int, Tensor] | None = None
+    ) -> Hidden | None:
+        """Runs a step; None when no row reached the decoder half.
+
+        memory: n-gram rows per layer, [n, rows * width] float32, where they are known already.
+        """
         text, blocks, layers = self.text, self.blocks, self.model.layers
-        step = blocks.step(rows, [span.valid_start for span in rows.spans])
-        memory = self._memory(rows)
-        h, pre = self._embed(rows), None
+        step = blocks.step(rows, rows.valid_starts)
+        if memory is None:
+            assert isinstance(rows, Rows), "rows of the device come with their memory"
+            memory = self._memory(rows)
+        h, pre, x = self._embed(rows), None, None
         features: list[Tensor] = []
         for number in range(text.n_encoder):
             layer = layers[number]
@@ -79,9 +88,10 @@ class Backbone:
                 h = blocks.engram(layer, h, memory[number], rows.image)
             if number in text.dspark_target_layer_ids:
                 features.append(self._feature(h))
-            h, pre = blocks.run(layer, h, pre, self._attend(number, step), rows.image)
+            attend = self._attend(number, step)
+            h, pre, x = blocks.run(layer, h, pre, attend, rows.image, x, self._after(number))
         source = layers[text.n_encoder]
-        x = blocks.norm(blocks.collapse(h, pre), source.attn_norm)
+        assert x is not None, "the first decoder layer has no memory before it"
         blocks.compress(source, x, step)
         later, at = self._decoder_step(rows, step)
         if later is None:
@@ -93,11 +103,18 @@ class Backbone:
         for number in range(text.n_encoder, text.num_hidden_layers):
             if number in text.dspark_target_layer_ids:
                 features.append(self._feature(h))
-            ready = x if number == text.n_encoder else None
-            attend = self._attend(number, step, compressed=ready is not None)
-            h, pre = blocks.run(layers[number], h, pre, attend, step.rows.image, ready)
-        final = blocks.norm(blocks.collapse(h, pre), self.model.norm)
-        return Hidden(step, final, torch.cat(features, 1) if features else final[:, :0], at)
+            attend = self._attend(number, step, compressed=number == text.n_encoder)
+            after = self._after(number)
+            h, pre, x = blocks.run(layers[number], h, pre, attend, step.rows.image, x, after)
+        assert x is not None
+        return Hidden(step, x, torch.cat(features, 1) if features else x[:, :0], at)
+
+    def _after(self, number: int) -> Tensor | None:
+        """Returns the norm that follows a layer, None where the n-gram memory comes first."""
+        if number + 1 == self.text.num_hidden_layers:
+            return self.model.norm
+        layer = self.model.layers[number + 1]
+        return layer.attn_norm if layer.engram is None else None
 
     def _attend(
         self, number: int, step: Step, compressed: bool = False
@@ -119,7 +136,7 @@ class Backbone:
         """Returns token embeddings in the activation type, [n, D]."""
         return self.model.embed[ids].to(self.numerics.dtype)
 
-    def _embed(self, rows: Rows) -> Tensor:
+    def _embed(self, rows: Rows | LaneRows) -> Tensor:
         x = self.embed_ids(rows.ids)
         for first, piece in rows.embeddings():
             x[first : first + len(piece)] = piece.to(x.dtype)
@@ -133,18 +150,22 @@ class Backbone:
         text = self.text
         if not text.engram_layer_ids:
             return {}
-        found = self._hasher.rows_of_shifted(rows.shifted_ids(text.engram_max_ngram_size))
+        found = self.hasher.rows_of_shifted(rows.shifted_ids(text.engram_max_ngram_size))
         return {
             layer: self._engram.lookup(layer, torch.from_numpy(ids)).flatten(1).to(self.device)
             for layer, ids in zip(text.engram_layer_ids, found, strict=True)
         }
 
-    def _decoder_step(self, rows: Rows, step: Step) -> tuple[Step | None, Tensor | None]:
+    def engram_rows(self, layer: int, ids: Tensor) -> Tensor:
+        """Returns rows of a layer's n-gram table, joined per token. ids: [n, rows]."""
+        return self._engram.lookup(layer, ids).flatten(1)
+
+    def _decoder_step(self, rows: Rows | LaneRows, step: Step) -> tuple[Step | None, Tensor | None]:
         """Returns the decoder half's step, and which rows it takes (None: all)."""
         blocks = self.blocks
-        lows = [max(span.keep_from, span.valid_start) for span in rows.spans]
-        if rows.writes_first:
+        if isinstance(rows, LaneRows) or rows.writes_first:
             return step, None
+        lows = [max(span.keep_from, span.valid_start) for span in rows.spans]
         if self._truncation == "mask" or all(s.keep_from <= s.start for s in rows.spans):
             return blocks.relook(step, lows), None
         kept, at = rows.kept(self.numerics.invariant)

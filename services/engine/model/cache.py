@@ -333,6 +333,16 @@ class StatePool:
         first = slot * self.ring_slots
         return self.rings[ring].bytes_of(first, first + self.ring_slots).copy()
 
+    def ring_rows(self, ring: int, slot: int) -> Tensor:
+        """Returns the records of one ring of a slot where they lie, a copy."""
+        first = slot * self.ring_slots
+        return self.rings[ring].data[first : first + self.ring_slots].clone()
+
+    def as_bytes(self, ring: int, rows: Tensor) -> np.ndarray:
+        """Returns what `ring_rows` gave as `ring_bytes` does."""
+        width = self.rings[ring].format.record_bytes
+        return rows.cpu().view(torch.uint8).numpy().reshape(len(rows), width)
+
     def relaid(self, records: np.ndarray, low: int, high: int) -> bytes:
         """Returns positions [low, high) of a ring in one of the layout's size; the rest is zero."""
         out = np.zeros((self.layout_ring, records.shape[1]), np.uint8)

@@ -25,12 +25,14 @@ from torch import Tensor
 from kernels.reference import formats
 from services.engine.model.config import ModelConfig
 from services.engine.model.names import TensorSpec, is_ignored, scale_name, stored, tensors
+from services.engine.model.vocabulary import TOKEN_MAP, TOKENIZER, read_vocabulary
 
 log = logging.getLogger(__name__)
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _MAX_HEADER = 100 << 20
+_NO_SCALE = 0xFF  # E8M0's NaN
 _SHOWN = 20  # names of one kind of fault that a refusal lists; missing ones are listed in full
 
 _DTYPES = {
@@ -52,6 +54,10 @@ class TensorSource(Protocol):
 
     def matrix(self, name: str) -> Tensor:
         """Returns a logical tensor, expanded to float32."""
+        ...
+
+    def packed(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """Returns a quantised tensor as it is stored, values and scales as uint8; None if none."""
         ...
 
     def table_rows(self, name: str, rows: Tensor) -> Tensor:
@@ -88,6 +94,12 @@ def decode(name: str, spec: TensorSpec, held: dict[str, Tensor]) -> Tensor:
     if spec.kind == "fp4":
         return formats.dequant_fp4_index(data, scale)
     return formats.dequant_fp8_rows(data, scale)
+
+
+def _parts(name: str, held: dict[str, Tensor]) -> tuple[Tensor, Tensor] | None:
+    if len(held) == 1:
+        return None
+    return held[name].view(torch.uint8), held[scale_name(name)].view(torch.uint8)
 
 
 # --- reading ------------------------------------------------------------------------------------
@@ -129,6 +141,9 @@ class CheckpointReader:
         held = {part: self._read(part) for part in self._stored(name)}
         return decode(name, self._specs[name], held)
 
+    def packed(self, name: str) -> tuple[Tensor, Tensor] | None:
+        return _parts(name, {part: self._read(part) for part in self._stored(name)})
+
     def table_rows(self, name: str, rows: Tensor) -> Tensor:
         """Returns rows of a table; each is read on its own."""
         parts = {}
@@ -157,15 +172,27 @@ class CheckpointReader:
 
     def _read(self, name: str) -> Tensor:
         entry = self._entries[name]
-        return _tensor(
+        found = _tensor(
             self._pread(entry, entry.begin, entry.end - entry.begin), entry.dtype, entry.shape
         )
+        if entry.dtype == "F8_E8M0" and bool((found == _NO_SCALE).any()):
+            raise CheckpointError(f"{name} holds a scale that is no number, expected powers of two")
+        # E4M3 has no infinities and a NaN of each sign.
+        is_nan = entry.dtype == "F8_E4M3" and bool(((found.view(torch.uint8) & 0x7F) == 0x7F).any())
+        if is_nan or (entry.dtype in ("F32", "BF16") and not bool(found.isfinite().all())):
+            raise CheckpointError(f"{name} holds values that are no numbers")
+        return found
 
     def _pread(self, entry: _Entry, at: int, count: int) -> bytes:
         descriptor = self._files.get(entry.path)
         if descriptor is None:
             descriptor = self._files[entry.path] = os.open(entry.path, os.O_RDONLY)
         data = os.pread(descriptor, count, at)
+        # One call gives 2 GiB at most.
+        while len(data) < count and (
+            more := os.pread(descriptor, count - len(data), at + len(data))
+        ):
+            data += more
         if len(data) != count:
             raise CheckpointError(f"{entry.path.name} ends early: {count} bytes wanted at {at}")
         self.bytes_read += count
@@ -207,12 +234,13 @@ def _hint(name: str, missing: list[str]) -> str:
 
 def read_entries(directory: Path) -> dict[str, _Entry]:
     """Returns where every tensor of a model directory lies. Raises: CheckpointError."""
+    mapping: dict[str, str] = {}
     index = directory / INDEX
     if index.exists():
-        mapping: dict[str, str] = json.loads(index.read_text())["weight_map"]
+        mapping = _read_index(index)
         files = sorted(set(mapping.values()))
     elif (directory / SINGLE).exists():
-        mapping, files = {}, [SINGLE]
+        files = [SINGLE]
     else:
         raise CheckpointError(f"{directory.name} has neither {INDEX} nor {SINGLE}")
     entries: dict[str, _Entry] = {}
@@ -231,6 +259,19 @@ def read_entries(directory: Path) -> dict[str, _Entry]:
     return entries
 
 
+def _read_index(path: Path) -> dict[str, str]:
+    try:
+        mapping = json.loads(path.read_text())["weight_map"]
+        sound = all(isinstance(file, str) for file in mapping.values())
+    except OSError as error:
+        raise CheckpointError(f"{path.name} cannot be read: {error.strerror}") from error
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
+        sound = False
+    if not sound:
+        raise CheckpointError(f"{path.name} has no weight_map of names to files")
+    return dict(mapping)
+
+
 def _read_header(path: Path) -> dict[str, _Entry]:
     try:
         size = path.stat().st_size
@@ -243,14 +284,19 @@ def _read_header(path: Path) -> dict[str, _Entry]:
             document: dict[str, Any] = json.loads(file.read(length))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path.name} is missing") from error
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+    except OSError as error:  # a loop of links, a folder, a file of somebody else
+        raise CheckpointError(f"{path.name} cannot be read: {error.strerror}") from error
+    except CheckpointError:
+        raise
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path.name} has no readable header: {error}") from error
+    if not isinstance(document, dict):
+        raise CheckpointError(f"{path.name} has no readable header: it is no table of tensors")
     start, entries = 8 + length, {}
     for name, facts in document.items():
         if name == "__metadata__":
             continue
-        begin, end = facts["data_offsets"]
-        shape, dtype = tuple(facts["shape"]), facts["dtype"]
+        begin, end, shape, dtype = _facts_of(path, name, facts)
         if dtype not in _DTYPES:
             raise CheckpointError(f"{path.name}: {name} is {dtype}; known: {', '.join(_DTYPES)}")
         wanted = math.prod(shape) * _DTYPES[dtype].itemsize
@@ -264,6 +310,23 @@ def _read_header(path: Path) -> dict[str, _Entry]:
             )
         entries[name] = _Entry(path, dtype, shape, start + begin, start + end)
     return entries
+
+
+def _facts_of(path: Path, name: str, facts: Any) -> tuple[int, int, tuple[int, ...], str]:
+    """Returns begin, end, shape and type of a header's entry. Raises: CheckpointError."""
+    try:
+        (begin, end), shape, dtype = facts["data_offsets"], tuple(facts["shape"]), facts["dtype"]
+    except (LookupError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{path.name}: {name} has no data_offsets, shape and dtype"
+        ) from error
+    numbers = (begin, end, *shape)
+    if not isinstance(dtype, str) or any(type(at) is not int or at < 0 for at in numbers):
+        raise CheckpointError(
+            f"{path.name}: {name} lies at {[begin, end]} with shape {list(shape)}, "
+            "expected whole numbers from 0"
+        )
+    return begin, end, shape, dtype
 
 
 def _tensor(data: bytes, dtype: str, shape: tuple[int, ...]) -> Tensor:
@@ -354,6 +417,10 @@ class RandomSource:
         quantised = self.config.quantization is not None
         return decode(name, spec, encode(name, spec, self.raw(name), quantised=quantised))
 
+    def packed(self, name: str) -> tuple[Tensor, Tensor] | None:
+        quantised = self.config.quantization is not None
+        return _parts(name, encode(name, self._specs[name], self.matrix(name), quantised=quantised))
+
     def table_rows(self, name: str, rows: Tensor) -> Tensor:
         if name not in self._tables:
             self._tables[name] = self.matrix(name)
@@ -387,18 +454,33 @@ def make_random_checkpoint(
     *,
     quantised: bool | None = None,
     max_shard_bytes: int = 64 << 20,
+    tokenizer: Path | None = None,
 ) -> ModelConfig:
     """Writes a valid checkpoint of random weights; returns its configuration.
 
-    quantised: None as the configuration says, else the form to write.
+    quantised: None as the configuration says, else the form to write. tokenizer: a
+    `tokenizer.json` to lay beside it, and the n-gram memory's token map where it needs one.
+    Raises: CheckpointError; ConfigError where the tokenizer is not the configuration's.
     """
     if quantised is False:
         config = replace(config, quantization=None)
     elif quantised and config.quantization is None:
         raise CheckpointError("this configuration has no quantised form")
     config.validate()
+    if tokenizer is not None:
+        read_vocabulary(tokenizer).demand_fits(config)
     directory.mkdir(parents=True, exist_ok=True)
     write_checkpoint(
         directory, config, RandomSource(config, seed).all(), max_shard_bytes=max_shard_bytes
     )
+    if tokenizer is not None:
+        lay_tokenizer(directory, config, tokenizer)
     return config
+
+
+def lay_tokenizer(directory: Path, config: ModelConfig, tokenizer: Path) -> None:
+    """Lays a tokenizer beside a checkpoint, and the token map that follows from it."""
+    (directory / TOKENIZER).write_bytes(tokenizer.read_bytes())
+    if config.text.engram_compressed_vocab_size != config.text.vocab_size:
+        token_map = read_vocabulary(tokenizer).token_map(config.text.vocab_size)
+        np.save(directory / TOKEN_MAP, token_map.astype(np.int32), allow_pickle=False)

@@ -11,15 +11,24 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from services.engine.model.config import ConfigError, ModelConfig
 
 # Memory of common accelerators, GB, and the share of it that weights may take: the rest is for
 # caches, activations and the graphs.
-CARDS = {"80 GB": 80, "96 GB": 96, "141 GB": 141, "192 GB": 192}
+CARDS = {
+    "24 GB (RTX 4090)": 24,
+    "48 GB (L40S)": 48,
+    "80 GB (A100, H100)": 80,
+    "96 GB (H20)": 96,
+    "141 GB (H200)": 141,
+    "192 GB (B200, MI300X)": 192,
+}
 WEIGHTS_SHARE = 0.75
+_SPARE_SHARE = 0.1  # activations, graphs, fragments: neither weights nor caches
 _MOST_RANKS = 384
 
 
@@ -70,6 +79,25 @@ def smallest_ep(sizes: Sizes, card_gb: float) -> int | None:
     return None
 
 
+@dataclass(frozen=True)
+class Fit:
+    """How a model lies on one kind of card. Bytes per rank, as the checkpoint stores them."""
+
+    smallest_ep: int
+    weights_bytes: int
+    kv_tokens: int  # Block KV that the rest of a card holds
+
+
+def fit_of(sizes: Sizes, card_gb: float, block_bytes: int, block_tokens: int) -> Fit | None:
+    """Returns the smallest group on a kind of card, None when no group fits."""
+    ranks = smallest_ep(sizes, card_gb)
+    if ranks is None:
+        return None
+    weights = sizes.per_rank(ranks)
+    room = max(0.0, card_gb * 1e9 * (1 - _SPARE_SHARE) - weights)
+    return Fit(ranks, int(weights), int(room // block_bytes) * block_tokens)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs `pelagos model`."""
     parser = argparse.ArgumentParser(prog="pelagos model", description=__doc__)
@@ -82,6 +110,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     random.add_argument("--preset", default="tiny", choices=["tiny", "nano", "tiny-fullvocab"])
     random.add_argument("--seed", type=int, default=0)
     random.add_argument("--form", choices=["bf16", "quantised"], default=None)
+    random.add_argument("--tokenizer", type=Path, help="a tokenizer.json to lay beside it")
     args = parser.parse_args(argv)
     try:
         if args.command == "make-random":
@@ -100,7 +129,13 @@ def _make_random(args: argparse.Namespace) -> int:
     from services.engine.model.presets import PRESETS
 
     quantised = None if args.form is None else args.form == "quantised"
-    make_random_checkpoint(PRESETS[args.preset], args.seed, args.directory, quantised=quantised)
+    make_random_checkpoint(
+        PRESETS[args.preset],
+        args.seed,
+        args.directory,
+        quantised=quantised,
+        tokenizer=args.tokenizer,
+    )
     print(f"wrote {args.directory}")
     return 0
 
@@ -134,13 +169,18 @@ def _inspect(directory: Path, as_json: bool) -> int:
         },
         "block_bytes": layout.block_bytes,
         "state_bytes": layout.state_bytes,
-        "smallest_ep": {card: smallest_ep(sizes, gb) for card, gb in CARDS.items()},
+        "tables_elsewhere_bytes": sizes.tables,  # rows over the group's memory or the host's
+        "cards": {
+            card: None if fit is None else asdict(fit)
+            for card, gb in CARDS.items()
+            for fit in [fit_of(sizes, gb, layout.block_bytes, config.system.block_tokens)]
+        },
     }
     print(json.dumps(facts, indent=2) if as_json else _told(config, facts))
     return 0
 
 
-def _told(config: ModelConfig, facts: dict) -> str:  # type: ignore[type-arg]
+def _told(config: ModelConfig, facts: dict[str, Any]) -> str:
     text = config.text
     lines = [
         f"{text.num_hidden_layers} layers ({text.n_encoder} encoder), hidden {text.hidden_size}, "
@@ -154,9 +194,15 @@ def _told(config: ModelConfig, facts: dict) -> str:  # type: ignore[type-arg]
         f"a block of {config.system.block_tokens} tokens: {facts['block_bytes']:,} B; "
         f"a sequence's state: {facts['state_bytes']:,} B"
     )
-    for card, ranks in facts["smallest_ep"].items():
-        fits = f"EP {ranks}" if ranks else "does not fit"
-        lines.append(f"  {card:<8} {fits}")
+    lines.append("on cards (n-gram tables lie elsewhere; a tenth is left for activations):")
+    for card, fit in facts["cards"].items():
+        fits = "does not fit"
+        if fit is not None:
+            fits = (
+                f"EP {fit['smallest_ep']:<4} {fit['weights_bytes'] / 1e9:8.2f} GB of weights, "
+                f"KV of {fit['kv_tokens']:,} tokens per rank"
+            )
+        lines.append(f"  {card:<22} {fits}")
     return "\n".join(lines)
 
 

@@ -8,6 +8,7 @@ Source: model.md, sections 1 and 2.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
@@ -142,6 +143,7 @@ class TextConfig:
 
     def validate(self, *, native: bool = True) -> None:
         """Raises ConfigError where the network could not run. `native`: quantised storage too."""
+        self._validate_sizes()
         backbone = self.compress_ratios[: self.num_hidden_layers]
         _require(
             len(self.compress_ratios) == self.num_hidden_layers + self.num_nextn_predict_layers,
@@ -231,6 +233,73 @@ class TextConfig:
                     f"{name} is {width}; quantised storage needs a multiple of {SPECIAL_GROUP}",
                 )
 
+    def _validate_sizes(self) -> None:
+        for name in _AT_LEAST_ONE:
+            value = getattr(self, name)
+            _require(value >= 1, f"{name} is {value}, expected at least 1")
+        for name in ("num_nextn_predict_layers", "dspark_block_size", "index_topk"):
+            value = getattr(self, name)
+            _require(value >= 0, f"{name} is {value}, expected at least 0")
+        for name, most in (
+            ("num_experts_per_tok", self.n_routed_experts),
+            ("qk_rope_head_dim", min(self.head_dim, self.index_head_dim)),
+            ("engram_pad_token_id", self.vocab_size - 1),
+        ):
+            value = getattr(self, name)
+            _require(0 <= value <= most, f"{name} is {value}, expected at most {most}")
+        if self.num_nextn_predict_layers:
+            value, most = self.dspark_num_experts_per_tok, self.dspark_n_routed_experts
+            _require(
+                1 <= value <= most, f"dspark_num_experts_per_tok is {value}, expected 1 to {most}"
+            )
+            noise = self.dspark_noise_token_id
+            _require(0 <= noise < self.vocab_size, f"dspark_noise_token_id is {noise}, no token")
+        _require(self.qk_rope_head_dim % 2 == 0, "qk_rope_head_dim is even: pairs are turned")
+        for name in (
+            "kv_source_layer_ids",
+            "index_source_layer_ids",
+            "engram_layer_ids",
+            "dspark_target_layer_ids",
+        ):
+            ids = getattr(self, name)
+            _require(
+                all(0 <= layer < self.num_hidden_layers for layer in ids),
+                f"{name} is {list(ids)}, expected layers below {self.num_hidden_layers}",
+            )
+            _require(list(ids) == sorted(set(ids)), f"{name} is {list(ids)}, expected ascending")
+        _require(
+            len(self.engram_num_embeddings) == len(self.engram_layer_ids),
+            "engram_num_embeddings: one for each of engram_layer_ids",
+        )
+
+
+# Without any of these there is no network.
+_AT_LEAST_ONE = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "head_dim",
+    "q_lora_rank",
+    "o_groups",
+    "o_lora_rank",
+    "sliding_window",
+    "index_n_heads",
+    "index_head_dim",
+    "candidate_block_size",
+    "max_position_embeddings",
+    "moe_intermediate_size",
+    "n_routed_experts",
+    "num_experts_per_tok",
+    "hc_mult",
+    "hc_sinkhorn_iters",
+    "engram_max_ngram_size",
+    "engram_n_heads",
+    "engram_head_dim",
+    "engram_vocab_size",
+    "engram_compressed_vocab_size",
+)
+
 
 @dataclass(frozen=True)
 class VisionConfig:
@@ -279,6 +348,8 @@ class SystemConfig:
 
     block_tokens: int = 128
     keep_tokens: int = 140
+    # Of the draft head, one per position, fitted after training (section 15); none: all 1.
+    confidence_temperatures: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -317,6 +388,12 @@ class ModelConfig:
             self.system.keep_tokens >= self.text.ring_slots,
             f"keep_tokens {self.system.keep_tokens} is at least ring_slots {self.text.ring_slots}",
         )
+        fitted = self.system.confidence_temperatures
+        _require(
+            not fitted
+            or (len(fitted) == self.text.dspark_block_size and all(value > 0 for value in fitted)),
+            f"confidence_temperatures are {self.text.dspark_block_size} positive numbers, or none",
+        )
 
     def to_json(self) -> dict[str, Any]:
         """The nested form of `config.json`."""
@@ -341,7 +418,8 @@ class ModelConfig:
     @staticmethod
     def from_json(document: Mapping[str, Any]) -> ModelConfig:
         """Parses a published document. Raises: ConfigError naming the field."""
-        architectures = list(document.get("architectures") or [])
+        _require(isinstance(document, Mapping), "a configuration is an object of named fields")
+        architectures = document.get("architectures")
         _require(
             architectures == [ARCHITECTURE],
             f"architectures is {architectures}; exactly [{ARCHITECTURE!r}] is known",
@@ -360,10 +438,11 @@ class ModelConfig:
             ),
             system=_parse(SystemConfig, document.get("pelagos") or {}, "pelagos"),
             dtype=str(document.get("dtype", "bfloat16")),
-            bos_token_id=int(document.get("bos_token_id", 0)),
-            eos_token_id=int(document.get("eos_token_id", 1)),
-            pad_token_id=int(document.get("pad_token_id", 2)),
-            image_token_id=int(document.get("image_token_id", 129264)),
+            **{
+                name: _typed(document[name], "int", name)
+                for name in ("bos_token_id", "eos_token_id", "pad_token_id", "image_token_id")
+                if name in document
+            },
         )
         config.validate()
         return config
@@ -374,7 +453,7 @@ class ModelConfig:
         path = directory / "config.json"
         try:
             document = json.loads(path.read_text())
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # bytes that are no text among them
             raise ConfigError(f"{path.name} is no JSON: {error}") from error
         return ModelConfig.from_json(document)
 
@@ -385,6 +464,8 @@ class ModelConfig:
 
 def _parse(kind: type, document: Mapping[str, Any], where: str) -> Any:
     """Builds a section out of the known fields of a document; the others are ignored."""
+    if not isinstance(document, Mapping):
+        raise ConfigError(f"{where} is {document!r}, expected an object of named fields")
     values: dict[str, Any] = {}
     for known in fields(kind):
         if known.name not in document:
@@ -394,13 +475,32 @@ def _parse(kind: type, document: Mapping[str, Any], where: str) -> Any:
             value = _parse(RopeScaling, value, f"{where}.rope_scaling")
         elif known.name == "candidate_source_layer_id" and value == -1:
             value = None
-        elif isinstance(value, list):
-            value = tuple(value)
-        elif isinstance(value, bool) != (known.type == "bool"):
-            raise ConfigError(f"{where}.{known.name} is {value!r}, expected {known.type}")
-        elif known.type == "int" and not isinstance(value, int):
-            raise ConfigError(f"{where}.{known.name} is {value!r}, expected a whole number")
-        elif known.type == "str" and not isinstance(value, str):
-            raise ConfigError(f"{where}.{known.name} is {value!r}, expected a text")
+        else:
+            value = _typed(value, str(known.type), f"{where}.{known.name}")
         values[known.name] = value
     return kind(**values)
+
+
+_NAMED = {"int": "a whole number", "float": "a number", "str": "a text", "bool": "true or false"}
+
+
+def _typed(value: Any, kind: str, where: str) -> Any:
+    """Returns a value of a document as a field of an annotation holds it. Raises: ConfigError."""
+    if kind.endswith(" | None"):
+        return None if value is None else _typed(value, kind.removesuffix(" | None"), where)
+    if kind.startswith("tuple["):
+        if not isinstance(value, (list, tuple)):
+            raise ConfigError(f"{where} is {value!r}, expected a list")
+        inner = kind.removeprefix("tuple[").split(",")[0]
+        return tuple(_typed(item, inner, f"{where}[{at}]") for at, item in enumerate(value))
+    fits = {
+        "int": isinstance(value, int) and not isinstance(value, bool),
+        "float": isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and math.isfinite(value),
+        "str": isinstance(value, str),
+        "bool": isinstance(value, bool),
+    }[kind]
+    if not fits:
+        raise ConfigError(f"{where} is {value!r}, expected {_NAMED[kind]}")
+    return value

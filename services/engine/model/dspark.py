@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import kernels
-from kernels.reference import sampling
+from kernels.reference import draws, sampling
 from kernels.reference.norm import rotations
 from services.engine.model.backbone import Backbone, Hidden
 from services.engine.model.cache import StatePool
@@ -36,6 +36,15 @@ class Drafts:
     proposals: Tensor | None
 
 
+@dataclass(frozen=True)
+class LaneDrafts:
+    """As `Drafts`, on the device."""
+
+    ids: Tensor
+    confidences: Tensor
+    proposals: Tensor | None
+
+
 class DraftHead:
     def __init__(self, backbone: Backbone, states: StatePool, drafter: Drafter) -> None:
         self._backbone = backbone
@@ -43,10 +52,11 @@ class DraftHead:
         self._drafter = drafter
         self._text = backbone.text
         self._numerics = backbone.numerics
-        self._attention = kernels.get("sparse_attention", backbone.device.type)
+        self._attention = kernels.get("sparse_attention", backbone.kind)
         rank = self._text.q_lora_rank
         self._kv = [Weight(layer.q_kv.data[rank:], layer.q_kv.fp8) for layer in drafter.layers]
-        self.temperatures = np.ones(self._text.dspark_block_size, np.float32)
+        fitted = backbone.model.config.system.confidence_temperatures
+        self.temperatures = np.array(fitted or (1.0,) * self._text.dspark_block_size, np.float32)
 
     def feed(self, hidden: Hidden) -> None:
         """Writes the draft rings of rows that went through the decoder half."""
@@ -57,10 +67,8 @@ class DraftHead:
             kv = blocks.norm(numerics.linear(main, self._kv[number]), layer.kv_norm)
             kv = blocks._rope(kv[:, None, :], step.turns[False])[:, 0]
             ring = self._states.draft_ring(number)
-            records = ring.format.encode(kv)
-            if step.ring_rows is not None:
-                records = records[step.ring_rows]
-            ring.store(step.ring_slots, records)
+            kept = kv if step.ring_rows is None else kv[step.ring_rows]
+            blocks.write(ring, step.ring_slots, kept)
 
     def draft(
         self,
@@ -76,39 +84,82 @@ class DraftHead:
 
         slots: state slots [B]; stopped [B] bool, requests whose drafts are worth nothing.
         """
-        text, backbone, blocks = self._text, self._backbone, self._backbone.blocks
-        device, width = backbone.device, text.dspark_block_size
         batch = len(golden)
-        ids = np.full((batch, width), text.dspark_noise_token_id, np.int64)
-        ids[:, 0] = golden
-        positions = (last[:, None] + 1 + np.arange(width)).reshape(-1)
         # Whole tiles of requests, so that a request's bits do not depend on how many there are.
         spare = -batch % ROW_TILE if self._numerics.invariant else 0
-        flat = np.pad(ids.reshape(-1), (0, spare * width))
-        positions = np.pad(positions, (0, spare * width))
-        window = np.pad(last, (0, spare))[:, None] + np.arange(1 - text.sliding_window, 1)
-        ring_slots = self._states.ring_slots
-        at = np.pad(slots, (0, spare))[:, None] * ring_slots + np.maximum(window, 0) % ring_slots
-        near = torch.from_numpy(at).to(device)
-        present = torch.from_numpy(window >= 0).to(device)
-        turns = rotations(torch.from_numpy(positions).to(device), blocks._frequencies[False])
-        h = backbone.embed_ids(torch.from_numpy(flat).to(device))
-        h = h[:, None, :].expand(-1, text.hc_mult, -1).contiguous()
-        pre: Tensor | None = None
-        for number, layer in enumerate(self._drafter.layers):
-            attend = self._attend(layer, number, turns, near, present)
-            h, pre = blocks.run(layer, h, pre, attend)
-        x = blocks.collapse(h, pre)[: batch * width]
-        base = backbone.logits(blocks.norm(x, self._drafter.norm))
-        return self._say(
-            x.view(batch, width, -1),
-            base.view(batch, width, -1),
-            golden,
-            last,
-            params,
-            coupled,
-            stopped,
+        device = self._backbone.device
+        given = [torch.from_numpy(np.pad(v, (0, spare))).to(device) for v in (golden, last, slots)]
+        x, base = self._block(given[0], given[1], given[2])
+        return self._say(x[:batch], base[:batch], golden, last, params, coupled, stopped)
+
+    def draft_lanes(
+        self,
+        golden: Tensor,
+        last: Tensor,
+        slots: Tensor,
+        params: draws.Draws,
+        kind: str,
+        *,
+        coupled: bool,
+        stopped: Tensor,
+    ) -> LaneDrafts:
+        """As `draft`, without a host: all are tensors [B], and shapes depend on no value.
+
+        kind: as of `draws.target_logprobs`.
+        """
+        x, base = self._block(golden, last, slots)
+        stream = sampling.TARGET if coupled else sampling.DRAFT
+        ids, raw, proposals = [], [], []
+        previous = golden
+        for i in range(x.shape[1]):
+            logits, score = self._next(x[:, i], base[:, i], previous)
+            raw.append(score / float(self.temperatures[i]))
+            if kind == "greedy":
+                previous = logits.argmax(1)
+            else:
+                logprobs = draws.target_logprobs(logits, params, kind)
+                noise = draws.uniforms(params.seeds, last + 2 + i, stream)
+                previous = draws.draw(logprobs.exp(), noise)
+                proposals.append(logprobs)
+            ids.append(previous)
+        confidences = torch.stack(raw, 1).sigmoid()
+        confidences = confidences.masked_fill(stopped[:, None], 0.0)
+        keep = not coupled and kind != "greedy"
+        return LaneDrafts(
+            torch.stack(ids, 1), confidences, torch.stack(proposals, 1) if keep else None
         )
+
+    def _block(self, golden: Tensor, last: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Runs the draft layers; returns rows before the norm [B, G, D], and their logits."""
+        text, backbone, blocks = self._text, self._backbone, self._backbone.blocks
+        width, batch = text.dspark_block_size, golden.shape[0]
+        noise = golden.new_full((batch, width - 1), text.dspark_noise_token_id)
+        ids = torch.cat((golden[:, None], noise), 1).reshape(-1)
+        ahead = torch.arange(1, width + 1, device=golden.device)
+        positions = (last[:, None] + ahead).reshape(-1)
+        window = last[:, None] + torch.arange(1 - text.sliding_window, 1, device=golden.device)
+        ring_slots = self._states.ring_slots
+        near = slots[:, None] * ring_slots + window.clamp(min=0) % ring_slots
+        turns = rotations(positions, blocks._frequencies[False])
+        h = backbone.embed_ids(ids)[:, None, :].expand(-1, text.hc_mult, -1).contiguous()
+        pre: Tensor | None = None
+        x: Tensor | None = None
+        norms = [layer.attn_norm for layer in self._drafter.layers[1:]]
+        for number, layer in enumerate(self._drafter.layers):
+            attend = self._attend(layer, number, turns, near, window >= 0)
+            after = norms[number] if number < len(norms) else None
+            h, pre, x = blocks.run(layer, h, pre, attend, x=x, after=after)
+        x = blocks.collapse(h, pre)
+        base = backbone.logits(blocks.norm(x, self._drafter.norm))
+        return x.view(batch, width, -1), base.view(batch, width, -1)
+
+    def _next(self, x: Tensor, base: Tensor, previous: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns one position's logits after `previous`, and the raw confidence."""
+        drafter, split = self._drafter, x.shape[1]
+        embedded = drafter.markov_embed[previous]
+        logits = base + self._numerics.project(embedded, drafter.markov_head.data)
+        score = (x.float() * drafter.confidence[:split]).sum(1)
+        return logits, score + (embedded * drafter.confidence[split:]).sum(1)
 
     def _attend(
         self, layer: Layer, number: int, turns: Tensor, near: Tensor, present: Tensor
@@ -145,9 +196,7 @@ class DraftHead:
         stopped: np.ndarray,
     ) -> Drafts:
         """Draws the drafts left to right; each shifts the next one's logits."""
-        drafter, numerics = self._drafter, self._numerics
         batch, width = x.shape[:2]
-        split = x.shape[2]
         ids = np.zeros((batch, width), np.int64)
         raw = np.zeros((batch, width), np.float32)
         keep = not coupled and not params.all_greedy
@@ -155,10 +204,8 @@ class DraftHead:
         previous = golden
         stream = sampling.TARGET if coupled else sampling.DRAFT
         for i in range(width):
-            embedded = drafter.markov_embed[torch.from_numpy(previous).to(x.device)]
-            logits = base[:, i] + numerics.project(embedded, drafter.markov_head.data)
-            score = (x[:, i].float() * drafter.confidence[:split]).sum(1)
-            score = score + (embedded * drafter.confidence[split:]).sum(1)
+            known = torch.from_numpy(previous).to(x.device)
+            logits, score = self._next(x[:, i], base[:, i], known)
             raw[:, i] = score.cpu().numpy()
             if params.all_greedy:
                 ids[:, i] = logits.argmax(1).cpu().numpy()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import unicodedata
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
 
@@ -82,6 +83,15 @@ def multipliers(config: EngramConfig, layer: int) -> Int64:
     return 2 * drawn + 1
 
 
+@dataclass(frozen=True)
+class HashTables:
+    """Constants of the hash: (multipliers [order], primes [order - 1, heads], offsets) by layer."""
+
+    pad: int
+    token_map: Int64 | None
+    layers: tuple[tuple[Int64, Int64, Int64], ...]
+
+
 class EngramHash:
     """Row ids of every token of a sequence, for every engram layer.
 
@@ -98,6 +108,10 @@ class EngramHash:
             grid = np.array(primes, dtype=np.int64).reshape(self._order - 1, config.engram_n_heads)
             starts = np.concatenate([[0], np.cumsum(grid.reshape(-1))[:-1]]).reshape(grid.shape)
             self._layers.append((multipliers(config, layer), grid, starts.astype(np.int64)))
+
+    def tables(self) -> HashTables:
+        """Returns the constants, for whoever hashes elsewhere."""
+        return HashTables(self._pad, self._token_map, tuple(self._layers))
 
     @property
     def history(self) -> int:
@@ -151,7 +165,7 @@ class EngramHash:
 def normalise(text: str) -> str:
     """Returns the spelling under which tokens share an n-gram id (model.md, section 13.1)."""
     decomposed = unicodedata.normalize("NFD", unicodedata.normalize("NFKC", text))
-    plain = "".join(ch for ch in decomposed if unicodedata.category(ch) != "Mn").lower()
+    plain = "".join(ch for ch in decomposed if unicodedata.category(ch)[0] != "M").lower()
     collapsed: list[str] = []
     for ch in plain:
         if ch in " \t\r\n":

@@ -11,7 +11,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+import kernels
 from services.engine.model.checkpoint import TensorSource
+from services.engine.model.device import Device
 
 
 class EngramStore(Protocol):
@@ -34,7 +36,24 @@ class MemoryEngram:
 
     def lookup(self, layer: int, rows: Tensor) -> Tensor:
         table = self._tables[layer]
-        return table.index_select(0, rows.reshape(-1)).view(*rows.shape, table.shape[1])
+        wanted = rows.reshape(-1)
+        if wanted.device != table.device:
+            wanted = wanted.to(table.device, non_blocking=True)
+        return table.index_select(0, wanted).view(*rows.shape, table.shape[1])
+
+
+class PackedEngram:
+    """Whole tables in a device's memory as they are stored: E4M3 values, then their scales."""
+
+    def __init__(self, tables: dict[int, Tensor], kind: str) -> None:
+        self._tables = tables
+        self._gather = kernels.get("engram_gather", kind)
+
+    def lookup(self, layer: int, rows: Tensor) -> Tensor:
+        table = self._tables[layer]
+        wanted = rows if rows.device == table.device else rows.to(table.device, non_blocking=True)
+        found: Tensor = self._gather(table, wanted)
+        return found
 
 
 class FileEngram:
@@ -77,3 +96,13 @@ def table_shard(table: Tensor, rank: int, num_ranks: int) -> Tensor:
     """Returns the rows that a rank holds."""
     step = -(-table.shape[0] // num_ranks)
     return table[rank * step : (rank + 1) * step]
+
+
+def engram_in_memory(source: TensorSource, layers: Sequence[int], device: Device) -> EngramStore:
+    """Loads whole tables: expanded on a CPU, as they are stored (a quarter of that) elsewhere."""
+    if device.kind != "cpu":
+        parts = {layer: source.packed(table_name(layer)) for layer in layers}
+        packed = {layer: torch.cat(part, 1) for layer, part in parts.items() if part is not None}
+        if len(packed) == len(layers):
+            return PackedEngram({at: device.place(t) for at, t in packed.items()}, device.kind)
+    return MemoryEngram({at: device.place(source.matrix(table_name(at))) for at in layers})

@@ -17,8 +17,11 @@ from kernels.reference.attention import tile_attention
 from kernels.reference.experts import fake_quant, swiglu
 from kernels.reference.index import candidate_mask
 from kernels.reference.norm import rope_frequencies, rotations
+from kernels.registry import device_ops
 from services.engine.model.cache import BlockPool, StatePool, Table
 from services.engine.model.config import TextConfig
+from services.engine.model.device import Device
+from services.engine.model.lanes import LaneRows
 from services.engine.model.numerics import ENTRY_TILE, Numerics
 from services.engine.model.parallel import ExpertGroup
 from services.engine.model.rows import Rows, WindowView
@@ -49,7 +52,7 @@ class Selection:
 class Step:
     """One pass of some rows through some layers."""
 
-    rows: Rows
+    rows: Rows | LaneRows
     view: WindowView
     turns: dict[bool, Tensor]  # rotation of every row; True: layers that read entries
     dense: bool
@@ -75,7 +78,7 @@ class Blocks:
         experts: ExpertGroup,
         pool: BlockPool,
         states: StatePool,
-        device: torch.device,
+        device: Device,
     ) -> None:
         self.text = text
         self.numerics = numerics
@@ -83,13 +86,23 @@ class Blocks:
         self.states = states
         self._experts = experts
         self._eps = text.rms_norm_eps
-        kind = device.type
+        kind = device.kind
         self._rms_norm = kernels.get("rms_norm", kind)
         self._rope = kernels.get("rope_", kind)
         self._mixes = kernels.get("hc_mixes", kind)
         self._collapse = kernels.get("hc_collapse", kind)
         self._expand = kernels.get("hc_expand", kind)
+        self._close = kernels.get("hc_expand_collapse_norm", kind)
+        # Quantised and written in one pass, where a device has that.
+        self._stores = {
+            form: kernels.get(name, kind)
+            for form, name in (("fp8", "store_window"), ("fp4kv", "store_block_kv"))
+            if name in device_ops(kind)
+        }
         self._attention = kernels.get("sparse_attention", kind)
+        self._pages = device.is_resident
+        self._paged_attention = kernels.get("paged_attention", kind)
+        self._paged_scores = kernels.get("paged_scores", kind)
         self._grouped_out = kernels.get("grouped_out", kind)
         self._scores = kernels.get("index_scores", kind)
         self._topk = kernels.get("topk_entries", kind)
@@ -100,25 +113,26 @@ class Blocks:
         scaling = text.rope_scaling
         dim = text.qk_rope_head_dim
         self._frequencies = {
-            False: rope_frequencies(text.rope_theta, dim).to(device),
-            True: rope_frequencies(
-                text.compress_rope_theta,
-                dim,
-                factor=scaling.factor,
-                original_len=scaling.original_max_position_embeddings,
-                beta_fast=scaling.beta_fast,
-                beta_slow=scaling.beta_slow,
-            ).to(device),
+            False: device.place(rope_frequencies(text.rope_theta, dim)),
+            True: device.place(
+                rope_frequencies(
+                    text.compress_rope_theta,
+                    dim,
+                    factor=scaling.factor,
+                    original_len=scaling.original_max_position_embeddings,
+                    beta_fast=scaling.beta_fast,
+                    beta_slow=scaling.beta_slow,
+                )
+            ),
         }
         self._index_scale = text.index_head_dim**-0.5 * text.index_n_heads**-0.5
 
     # --- steps ----------------------------------------------------------------------------------
 
-    def step(self, rows: Rows, lows: list[int]) -> Step:
+    def step(self, rows: Rows | LaneRows, lows: list[int]) -> Step:
         """Returns what layers share for these rows; `lows`: smallest visible position per span."""
-        longest = max((span.end for span in rows.spans), default=0)
         dense = not (rows.writes_first or self.numerics.invariant)
-        dense = dense and longest <= _DENSE_FACTOR * max(self.text.index_topk, 1)
+        dense = dense and rows.longest <= _DENSE_FACTOR * max(self.text.index_topk, 1)
         ring_rows, ring_slots = rows.ring_writes()
         return Step(
             rows,
@@ -171,19 +185,23 @@ class Blocks:
         attend: Callable[[Tensor], Tensor],
         image: Tensor | None = None,
         x: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """Runs one block; returns the streams and the mix for the next site.
+        after: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Runs one block; returns the streams, the mix for the next site and its normed input.
 
         attend: from the normed input [n, D] to the attention output; x: that input, where it is
-        known already.
+        known already; after: the norm of the next site, None where something comes in between.
         """
         a_pre, a_post, a_comb = self.mixes(h, layer.hc_attn)
         if x is None:
             x = self.norm(self.collapse(h, pre), layer.attn_norm)
-        h = self._expand(attend(x), h, a_post, a_comb)
+        h, x = self._close(attend(x), h, a_post, a_comb, a_pre, layer.ffn_norm, self._eps)
         f_pre, f_post, f_comb = self.mixes(h, layer.hc_ffn)
-        y = self.moe(layer, self.norm(self._collapse(h, a_pre), layer.ffn_norm), image)
-        return self._expand(y, h, f_post, f_comb), f_pre
+        y = self.moe(layer, x, image)
+        if after is None:
+            return self._expand(y, h, f_post, f_comb), f_pre, None
+        h, x = self._close(y, h, f_post, f_comb, f_pre, after, self._eps)
+        return h, f_pre, x
 
     # --- attention ------------------------------------------------------------------------------
 
@@ -191,13 +209,12 @@ class Blocks:
         """Returns the attention output, [n, D] in the activation type. x: [n, D], normed."""
         turns = step.turns[layer.ratio > 0]
         qr, q, kv = self.project_in(layer, x, turns)
-        records = ring.format.encode(kv)
         if layer.ratio:
             self._select(layer, x, qr, turns, step)
         if step.dense:
-            o = self._attend_dense(layer, q, records, step, ring)
+            o = self._attend_dense(layer, q, ring.format.encode(kv), step, ring)
         else:
-            o = self._attend_gather(layer, q, records, step, ring)
+            o = self._attend_gather(layer, q, kv, step, ring)
         return self.project_out(layer, o, turns)
 
     def project_in(self, layer: Layer, x: Tensor, turns: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -223,6 +240,14 @@ class Blocks:
             low = self._grouped_out(grouped, layer.wo_a.data)
         return numerics.linear(low.to(numerics.dtype), layer.wo_b)
 
+    def write(self, table: Table, slots: Tensor, values: Tensor) -> None:
+        """Writes values [n, d] in the form of a table; slots hold no -1."""
+        store = self._stores.get(table.format.kind)
+        if store is None:
+            table.store(slots, table.format.encode(values))
+        else:
+            store(values, table.data, slots)
+
     def _store_ring(self, records: Tensor, step: Step, ring: Table) -> None:
         kept = records if step.ring_rows is None else records[step.ring_rows]
         ring.store(step.ring_slots, kept)
@@ -233,6 +258,7 @@ class Blocks:
         """Row tiles of one request attend [their windows | all its entries] under a mask."""
         rows, window = step.rows, self.text.sliding_window
         assert step.history is not None
+        assert isinstance(rows, Rows), "only the host's rows are dense"
         history = ring.gather(step.history)
         own = ring.format.decode(records)
         out = torch.empty_like(q)
@@ -240,7 +266,9 @@ class Blocks:
         for i, (span, first) in enumerate(zip(rows.spans, rows.first_rows, strict=True)):
             num = len(span.ids)
             keys = torch.cat((history[i], own[first : first + num]))
-            entries = step.entry_keys[step.selection.source][i] if layer.ratio else None
+            entries = None
+            if layer.ratio and step.selection is not None:
+                entries = step.entry_keys[step.selection.source][i]
             for begin in range(0, num, window):
                 end = min(num, begin + window)
                 part = slice(first + begin, first + end)
@@ -276,18 +304,27 @@ class Blocks:
         return entries[:most], mask[:, :most]
 
     def _attend_gather(
-        self, layer: Layer, q: Tensor, records: Tensor, step: Step, ring: Table
+        self, layer: Layer, q: Tensor, kv: Tensor, step: Step, ring: Table
     ) -> Tensor:
         """Every row gathers its own keys."""
+        source: Table | Tensor
+        records = None
         if step.rows.writes_first:
-            self._store_ring(records, step, ring)
-            source: Table | Tensor = ring
+            kept = kv if step.ring_rows is None else kv[step.ring_rows]
+            self.write(ring, step.ring_slots, kept)
+            if self._pages:
+                return self._attend_pages(layer, q, step, ring)
+            source = ring
         else:
             assert step.history is not None
             history = ring.gather(step.history).flatten(0, 1)
+            records = ring.format.encode(kv)
             source = torch.cat((history, ring.format.decode(records)))
         view, chosen = step.view, step.selection if layer.ratio else None
-        keys_per_row = view.at.shape[1] + (chosen.slots.shape[1] if chosen else 0)
+        keys_per_row = view.at.shape[1]
+        if chosen is not None:
+            assert chosen.slots is not None
+            keys_per_row += chosen.slots.shape[1]
         tile = max(1, _GATHER_BYTES // (4 * keys_per_row * q.shape[2]))
         parts = []
         for begin in range(0, step.num, tile):
@@ -297,18 +334,37 @@ class Blocks:
             else:
                 near = source[view.at[part]]
             present = view.present[part]
-            if chosen is not None:
+            if chosen is not None and chosen.present is not None:
                 near = torch.cat((near, self._gathered(chosen, part)), 1)
                 present = torch.cat((present, chosen.present[part]), 1)
             parts.append(
                 self._attention(q[part], near, present, layer.sink, self.text.softmax_scale)
             )
-        if not step.rows.writes_first:
+        if records is not None:
             self._store_ring(records, step, ring)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def _attend_pages(self, layer: Layer, q: Tensor, step: Step, ring: Table) -> Tensor:
+        """Every row reads its keys where they are stored."""
+        view, chosen = step.view, step.selection if layer.ratio else None
+        main = None if chosen is None else self.pool.main[chosen.source]
+        out: Tensor = self._paged_attention(
+            q.to(self.numerics.dtype),  # of native numbers it was one before
+            ring.data,
+            view.at,
+            view.present,
+            None if main is None else main.data,
+            None if chosen is None else chosen.slots,
+            None if chosen is None else chosen.present,
+            layer.sink,
+            self.text.softmax_scale,
+            (ring.format.kind, ring.format.kind if main is None else main.format.kind),
+        )
+        return out
+
     def _gathered(self, chosen: Selection, part: slice) -> Tensor:
         table = self.pool.main[chosen.source]
+        assert chosen.slots is not None
         if chosen.keys is None and 4 * chosen.slots.numel() * table.format.dim <= _KEEP_BYTES:
             chosen.keys = table.gather(chosen.slots)
         if chosen.keys is not None:
@@ -331,21 +387,15 @@ class Blocks:
             value = numerics.project(wide, weights.kv.data)
             score = numerics.project(wide, weights.gate.data)
             kept, slots = rows.pool_writes()
-            writes = torch.ones(step.num, dtype=torch.bool, device=x.device)
-            all_slots = slots
-            if kept is not None:
-                writes = torch.zeros_like(writes).index_fill_(0, kept, True)
-                all_slots = torch.zeros(step.num, dtype=torch.long, device=x.device)
-                all_slots[kept] = slots
             latent = self._pool_c2(
                 score,
                 value,
                 self.states.pools[number],
-                all_slots,
+                slots,
                 partner,
                 partner_slots,
                 done,
-                writes,
+                kept,
             ).to(numerics.dtype)
         if len(done) == 0:
             return
@@ -354,10 +404,10 @@ class Blocks:
         keys = self.norm(numerics.linear(latent, weights.index_k), weights.index_k_norm)
         keys = self._rope(keys[:, None, :], turns)[:, 0]
         main = self._rope(latent[:, None, :].clone(), turns)[:, 0]
-        allowed = rows.may_write(done).nonzero()[:, 0]
-        slots = rows.entry_slots(rows.req[done], entries, per_block)[allowed]
+        stored, slots = rows.entry_writes(ratio, per_block)
         for table, values in ((self.pool.main[number], main), (self.pool.index[number], keys)):
-            table.store(slots, table.format.encode(values[allowed]))
+            values = values if stored is None else values[stored]
+            self.write(table, slots, values)
 
     def _select(self, layer: Layer, x: Tensor, qr: Tensor, turns: Tensor, step: Step) -> None:
         """Brings the step's selection up to what this layer reads."""
@@ -370,7 +420,7 @@ class Blocks:
             return
         per_block = self.pool.sources[source].entries
         visible = (step.rows.pos + 1) // layer.ratio
-        most = max((span.end // layer.ratio for span in step.rows.spans), default=0)
+        most = step.rows.longest // layer.ratio
         chosen = Selection(source, per_block, visible, most)
         step.selection = chosen
         is_candidate_source = number == text.candidate_source_layer_id
@@ -381,7 +431,9 @@ class Blocks:
             weights = self.numerics.linear(x, layer.indexer.weights).float() * self._index_scale
             self._score(layer, queries, weights, step, is_candidate_source)
         if step.dense and source not in step.entry_keys:
-            step.entry_keys[source] = self._span_entries(step, self.pool.main[source], layer.ratio)
+            assert isinstance(step.rows, Rows), "only the host's rows are dense"
+            main = self.pool.main[source]
+            step.entry_keys[source] = self._span_entries(step.rows, main, layer.ratio)
         if not step.dense:
             self._place(step)
 
@@ -406,7 +458,20 @@ class Blocks:
         restricted = limited is not None and number > limited
         ids: list[Tensor] = []
         blocks: list[Tensor] = []
-        if not step.dense:
+        if self._pages and step.rows.writes_first:
+            scores = self._paged_scores(
+                queries,
+                weights,
+                table.data,
+                step.rows.req,
+                step.rows.tables,
+                chosen.visible,
+                chosen.per_block,
+                table.format.kind,
+                ENTRY_TILE if self.numerics.invariant else 0,
+            )
+            self._choose(scores, slice(None), step, restricted, makes_candidates, ids, blocks)
+        elif not step.dense:
             entries = torch.arange(chosen.most, device=queries.device)
             req = step.rows.req[:, None]
             tile = max(1, _GATHER_BYTES // (4 * max(1, chosen.most) * table.format.dim))
@@ -421,8 +486,10 @@ class Blocks:
                 )
                 self._choose(scores, part, step, restricted, makes_candidates, ids, blocks)
         else:
-            keys = self._span_entries(step, table, layer.ratio)
-            for span, first, own in zip(step.rows.spans, step.rows.first_rows, keys, strict=True):
+            rows = step.rows
+            assert isinstance(rows, Rows), "only the host's rows are dense"
+            keys = self._span_entries(rows, table, layer.ratio)
+            for span, first, own in zip(rows.spans, rows.first_rows, keys, strict=True):
                 tile = max(1, _GATHER_BYTES // (4 * max(1, len(own)) * text.index_n_heads))
                 for begin in range(0, len(span.ids), tile):
                     part = slice(first + begin, first + min(len(span.ids), begin + tile))
@@ -458,13 +525,13 @@ class Blocks:
                 )
             )
 
-    def _span_entries(self, step: Step, table: Table, ratio: int) -> list[Tensor]:
+    def _span_entries(self, rows: Rows, table: Table, ratio: int) -> list[Tensor]:
         """Returns all entries of each span, [E, d] float32."""
         found = []
         per_block = self._per_block(table)
-        for i, span in enumerate(step.rows.spans):
-            entries = torch.arange(span.end // ratio, device=step.rows.device)
-            found.append(table.gather(step.rows.entry_slots(i, entries, per_block)))
+        for i, span in enumerate(rows.spans):
+            entries = torch.arange(span.end // ratio, device=rows.device)
+            found.append(table.gather(rows.entry_slots(i, entries, per_block)))
         return found
 
     def _per_block(self, table: Table) -> int:

@@ -7,15 +7,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from services.engine.model.backbone import Backbone
 from services.engine.model.cache import BlockPool, StatePool
 from services.engine.model.checkpoint import TensorSource
 from services.engine.model.config import ModelConfig
+from services.engine.model.device import Device, open_device
 from services.engine.model.dspark import DraftHead
 from services.engine.model.engram_hash import EngramHash, Int64
-from services.engine.model.engram_store import EngramStore, MemoryEngram, table_name
+from services.engine.model.engram_store import EngramStore, engram_in_memory
+from services.engine.model.exchange import DistributedGroup, Exchange
 from services.engine.model.numerics import Numerics
 from services.engine.model.parallel import ExpertGroup, InProcessGroup
 from services.engine.model.weights import Model, load_model
@@ -31,7 +31,7 @@ class Network:
     experts: ExpertGroup
     engram: EngramStore
     hasher: EngramHash
-    device: torch.device
+    device: Device
 
     def backbone(self, pool: BlockPool, states: StatePool, truncation: str) -> Backbone:
         return Backbone(
@@ -60,9 +60,12 @@ def load_network(
     extra_experts: int = 0,
     engram: EngramStore | None = None,
     token_map: Int64 | None = None,
-    device: str = "cpu",
+    device: str | Device = "cpu",
+    exchange: Exchange | None = None,
 ) -> Network:
     """Loads a network. Without `engram` the n-gram tables are held in memory.
+
+    exchange: with the processes that hold the other experts; None: all are held here.
 
     Raises: ValueError when the configuration cannot run like that.
     """
@@ -75,17 +78,21 @@ def load_network(
             f"{text.engram_compressed_vocab_size} compressed ids of {text.vocab_size}: "
             "the n-gram memory needs its token map"
         )
-    model = load_model(config, source, device)
+    held = open_device(device) if isinstance(device, str) else device
+    model = load_model(config, source, held, numerics)
     if engram is None:
-        engram = MemoryEngram(
-            {layer: source.matrix(table_name(layer)) for layer in text.engram_layer_ids}
-        )
+        engram = engram_in_memory(source, text.engram_layer_ids, held)
+    experts: ExpertGroup = (
+        InProcessGroup(model, numerics, num_expert_ranks, extra_experts)
+        if exchange is None
+        else DistributedGroup(model, numerics, exchange, extra_experts)
+    )
     return Network(
         config,
         model,
         numerics,
-        InProcessGroup(model, numerics, num_expert_ranks, extra_experts),
+        experts,
         engram,
         EngramHash(text, token_map),
-        torch.device(device),
+        held,
     )

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kernels.reference.experts import fake_quant
+from kernels.reference.products import product
 
 ROW_TILE = 16  # rows of one matrix product in batch-invariant mode
 ENTRY_TILE = 64  # index keys of one product in batch-invariant mode
@@ -46,14 +47,14 @@ class Numerics:
         return torch.bfloat16 if self.native else torch.float32
 
     def project(self, x: Tensor, weight: Tensor) -> Tensor:
-        """Returns x weight^T in float32. x: [n, in] float32; weight: [out, in] float32."""
+        """Returns x weight^T in float32. x: [n, in] float32; weight: [out, in]."""
         if not self.invariant:
-            return F.linear(x, weight)
+            return product(x, weight)
         rows = x.shape[0]
         tail = -rows % ROW_TILE
         if tail:
             x = F.pad(x, (0, 0, 0, tail))
-        out = [F.linear(part, weight) for part in x.split(ROW_TILE)]
+        out = [product(part, weight) for part in x.split(ROW_TILE)]
         return torch.cat(out)[:rows] if out else x.new_empty(0, weight.shape[0])
 
     def linear(self, x: Tensor, weight: Weight) -> Tensor:

@@ -7,16 +7,20 @@ Source: model.md, sections 12 and 19.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kernels.reference.experts import fake_quant, grouped_mlp
+import kernels
+from kernels.reference.experts import fake_quant
+from services.engine.model.device import Device
 from services.engine.model.numerics import Numerics
-from services.engine.model.weights import Model
+from services.engine.model.weights import Experts, Model
 
 
 @dataclass(frozen=True)
@@ -54,18 +58,25 @@ class Placement:
         slots: list[list[int]] = [[] for _ in range(self.num_experts)]
         for slot, expert in enumerate(self.logical):
             slots[expert].append(slot)
-        most = max(map(len, slots))
+        # As wide as one expert's replicas can get, so that a new placement fits the old table.
+        most = len(self.logical) - self.num_experts + 1
         table = torch.tensor([own + own[:1] * (most - len(own)) for own in slots])
         return table, torch.tensor([len(own) for own in slots])
 
 
 class ExpertShard:
-    """The experts of one rank, by layer name: [slots, 2 * I, D] and [slots, D, I]."""
+    """The experts of one rank, by layer name; slots come first in every tensor of them."""
 
     def __init__(
-        self, weights: dict[str, tuple[Tensor, Tensor]], limit: float, numerics: Numerics
+        self,
+        weights: dict[str, Experts],
+        limit: float,
+        numerics: Numerics,
+        device: Device,
     ) -> None:
         self.weights = weights
+        name = "grouped_mlp_static" if device.is_resident else "grouped_mlp"
+        self._grouped_mlp = kernels.get(name, device.kind)
         self._limit = limit
         self._numerics = numerics
 
@@ -73,8 +84,9 @@ class ExpertShard:
         self, layer: str, x: Tensor, rows: Tensor, slots: Tensor, weights: Tensor
     ) -> Tensor:
         """Runs (row, local slot, routing weight) triples; returns [p, D] float32 partials."""
-        w13, w2 = self.weights[layer]
-        return grouped_mlp(
+        held = self.weights[layer]
+        w13, w2 = held if len(held) == 2 else (held[:2], held[2:])
+        out: Tensor = self._grouped_mlp(
             x,
             rows,
             slots,
@@ -85,10 +97,41 @@ class ExpertShard:
             project=self._numerics.project,
             before_down=fake_quant if self._numerics.native else None,
         )
+        return out
+
+    def replace(self, layer: str, weights: Experts) -> None:
+        """Takes a layer's new matrices, in place: captured steps read them at their address."""
+        for held, new in zip(self.weights[layer], weights, strict=True):
+            held.copy_(new)
+
+
+class LoadCounter:
+    """Tokens per layer and logical expert, on the device; nobody waits for it in a step."""
+
+    def __init__(self, model: Model) -> None:
+        self._held = {
+            layer: torch.zeros(count, dtype=torch.int64, device=model.device.torch)
+            for layer, (count, _) in model.experts.items()
+        }
+        self._device = model.device
+
+    def count(self, layer: str, ids: Tensor) -> None:
+        flat = ids.reshape(-1)
+        self._held[layer].scatter_add_(0, flat, torch.ones_like(flat))
+
+    def take(self, layers: Sequence[str]) -> Tensor:
+        """Returns the counts of some layers, [layers, experts] on the host, and starts anew."""
+        found = self._device.fetch(torch.stack([self._held[layer] for layer in layers]).clone())
+        for layer in layers:
+            self._held[layer].zero_()
+        return found
 
 
 class ExpertGroup(Protocol):
     """Routed experts of all ranks, as one rank sees them."""
+
+    @property
+    def placements(self) -> dict[str, Placement]: ...
 
     def routed(self, layer: str, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """Returns the weighted sum of each row's experts, [n, D] float32.
@@ -96,6 +139,14 @@ class ExpertGroup(Protocol):
         Args:
             x: [n, D] float32, as the experts take it; ids: [n, k] ascending; weights: [n, k].
         """
+        ...
+
+    def move(self, layer: str, placement: Placement) -> None:
+        """Brings a layer's experts into a new placement, between two steps."""
+        ...
+
+    def take_loads(self, layers: Sequence[str]) -> npt.NDArray[np.int64]:
+        """Returns tokens per layer and logical expert since the last call."""
         ...
 
 
@@ -107,11 +158,11 @@ def make_shard(
     for layer, (_, load) in model.experts.items():
         held = placements[layer].of_rank(rank)
         distinct = sorted(set(held))
-        w13, w2 = load(distinct)
-        at = torch.tensor([distinct.index(expert) for expert in held])
+        own = load(distinct)
+        at = torch.tensor([distinct.index(expert) for expert in held]).to(own[0].device)
         same = list(held) == distinct
-        loaded[layer] = (w13, w2) if same else (w13[at], w2[at])
-    return ExpertShard(loaded, model.config.text.swiglu_limit, numerics)
+        loaded[layer] = own if same else tuple(part[at] for part in own)
+    return ExpertShard(loaded, model.config.text.swiglu_limit, numerics, model.device)
 
 
 class InProcessGroup:
@@ -128,19 +179,29 @@ class InProcessGroup:
         self.shards = [
             make_shard(model, self.placements, rank, numerics) for rank in range(num_ranks)
         ]
-        self._tables = {layer: p.replicas() for layer, p in self.placements.items()}
+        self._loads = LoadCounter(model)
+        self._static = model.device.is_resident
+        self._device = model.device
+        self._tables = {layer: self._placed(p) for layer, p in self.placements.items()}
+
+    def _placed(self, placement: Placement) -> tuple[Tensor, Tensor]:
+        table, counts = placement.replicas()
+        return self._device.place(table), self._device.place(counts)
+
+    def take_loads(self, layers: Sequence[str]) -> npt.NDArray[np.int64]:
+        counts: npt.NDArray[np.int64] = self._loads.take(layers).numpy().copy()
+        return counts
 
     def routed(self, layer: str, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        self._loads.count(layer, ids)
         placement = self.placements[layer]
         slots = physical_slots(ids, *self._tables[layer])
+        if self._static or len(self.shards) == 1:
+            return self._routed_whole(layer, x, slots, weights)
         owners = slots // placement.slots_per_rank
         parts = []
         for rank, shard in enumerate(self.shards):
-            mine = (owners == rank).nonzero() if len(self.shards) > 1 else None
-            if mine is None:
-                rows = torch.arange(ids.shape[0]).repeat_interleave(ids.shape[1])
-                out = shard.compute(layer, x, rows, slots.reshape(-1), weights.reshape(-1))
-                return _sum_ascending(out.view(*ids.shape, -1))
+            mine = (owners == rank).nonzero()
             rows, columns = mine[:, 0], mine[:, 1]
             if len(rows) == 0:
                 continue
@@ -148,6 +209,20 @@ class InProcessGroup:
             out = shard.compute(layer, x, rows, local, weights[rows, columns])
             parts.append((rows, columns, out))
         return combine(parts, ids.shape, x.shape[1], self._numerics.invariant)
+
+    def _routed_whole(self, layer: str, x: Tensor, slots: Tensor, weights: Tensor) -> Tensor:
+        """Gives every pair to every rank and takes the owner's answer: no shape depends on who."""
+        rows = pair_rows(slots)
+        size = self.placements[layer].slots_per_rank
+        flat, flat_weights = slots.reshape(-1), weights.reshape(-1)
+        if len(self.shards) == 1:
+            out = self.shards[0].compute(layer, x, rows, flat, flat_weights)
+            return _sum_ascending(out.view(*slots.shape, -1))
+        answers = [
+            shard.compute(layer, x, rows, (flat - rank * size).clamp(0, size - 1), flat_weights)
+            for rank, shard in enumerate(self.shards)
+        ]
+        return combine_whole(answers, slots // size, self._numerics.invariant)
 
     def move(self, layer: str, placement: Placement) -> None:
         """Brings a layer's experts into a new placement, from slots that hold them now."""
@@ -159,23 +234,46 @@ class InProcessGroup:
         moved = []
         for rank in range(placement.num_ranks):
             pieces = [divmod(first[expert], size) for expert in placement.of_rank(rank)]
-            held = [self.shards[owner].weights[layer] for owner, _ in pieces]
-            moved.append(
-                (
-                    torch.stack([w[0][slot] for w, (_, slot) in zip(held, pieces, strict=True)]),
-                    torch.stack([w[1][slot] for w, (_, slot) in zip(held, pieces, strict=True)]),
-                )
-            )
+            held = [
+                tuple(part[slot] for part in self.shards[owner].weights[layer])
+                for owner, slot in pieces
+            ]
+            moved.append(tuple(torch.stack(parts) for parts in zip(*held, strict=True)))
         for shard, weights in zip(self.shards, moved, strict=True):
-            shard.weights[layer] = weights
+            shard.replace(layer, weights)
         self.placements[layer] = placement
-        self._tables[layer] = placement.replicas()
+        for table, new in zip(self._tables[layer], self._placed(placement), strict=True):
+            table.copy_(new)
 
 
 def physical_slots(ids: Tensor, table: Tensor, counts: Tensor) -> Tensor:
     """Returns a slot per (row, expert): replicas take turns by row. [n, k]."""
-    rows = torch.arange(ids.shape[0])[:, None]
+    rows = torch.arange(ids.shape[0], device=ids.device)[:, None]
     return table[ids, rows % counts[ids]]
+
+
+def pair_rows(slots: Tensor) -> Tensor:
+    """Returns the row of every (row, expert) pair, [n * k]."""
+    rows = torch.arange(slots.shape[0], device=slots.device)
+    # Contiguous: of a single row the reshape alone would be a view with a stride of 0.
+    return rows[:, None].expand(-1, slots.shape[1]).reshape(-1).contiguous()
+
+
+def combine_whole(answers: Sequence[Tensor], owners: Tensor, invariant: bool) -> Tensor:
+    """Sums the owners' answers per row, as `combine`; every rank answered for every pair.
+
+    answers: per rank [n * k, width], of which only the pairs count that it owns; owners: [n, k].
+    """
+    table = answers[0].view(*owners.shape, -1)
+    if invariant:
+        for rank, answer in enumerate(answers[1:], 1):
+            table = torch.where((owners == rank)[:, :, None], answer.view(table.shape), table)
+        return _sum_ascending(table)
+    total = torch.zeros_like(table[:, 0])
+    for rank, answer in enumerate(answers):
+        own = torch.where((owners == rank)[:, :, None], answer.view(table.shape), 0.0)
+        total = total + _sum_ascending(own)
+    return total
 
 
 def combine(
@@ -206,105 +304,3 @@ def _sum_ascending(table: Tensor) -> Tensor:
     for column in range(1, table.shape[1]):
         total = total + table[:, column]
     return total
-
-
-class Exchange(Protocol):
-    """All-to-all of tensors between the ranks of a group; every rank calls it together."""
-
-    @property
-    def rank(self) -> int: ...
-    @property
-    def num_ranks(self) -> int: ...
-    def swap(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Sends parts[r] to rank r; returns what each rank sent here. Equal type and width."""
-        ...
-
-
-class DistributedGroup:
-    """One rank of a group whose ranks are processes; their rows are their own."""
-
-    def __init__(
-        self, model: Model, numerics: Numerics, exchange: Exchange, extra: int = 0
-    ) -> None:
-        self._numerics = numerics
-        self._exchange = exchange
-        self.placements = {
-            layer: Placement.initial(count, exchange.num_ranks, extra)
-            for layer, (count, _) in model.experts.items()
-        }
-        self.shard = make_shard(model, self.placements, exchange.rank, numerics)
-        self._tables = {layer: p.replicas() for layer, p in self.placements.items()}
-
-    def routed(self, layer: str, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """As the protocol; ranks step together, one without rows passes none."""
-        size = self.placements[layer].slots_per_rank
-        slots = physical_slots(ids, *self._tables[layer])
-        owners, ranks = slots // size, range(self._exchange.num_ranks)
-        mine = [(owners == rank).nonzero() for rank in ranks]
-        # A row travels once per rank, with the list of that rank's experts for it.
-        unique = [m[:, 0].unique(return_inverse=True) for m in mine]
-        sent_x = [x[rows] for rows, _ in unique]
-        pairs = [
-            torch.stack((at, slots[m[:, 0], m[:, 1]] - rank * size), 1)
-            for rank, (m, (_, at)) in enumerate(zip(mine, unique, strict=True))
-        ]
-        got_x = self._exchange.swap(sent_x)
-        got_pairs = self._exchange.swap(pairs)
-        got_weights = self._exchange.swap([weights[m[:, 0], m[:, 1]][:, None] for m in mine])
-        answers = [
-            self.shard.compute(layer, rows, pair[:, 0], pair[:, 1], weight[:, 0])
-            if len(pair)
-            else rows.new_empty(0, x.shape[1])
-            for rows, pair, weight in zip(got_x, got_pairs, got_weights, strict=True)
-        ]
-        back = self._exchange.swap(answers)
-        parts = [(m[:, 0], m[:, 1], out) for m, out in zip(mine, back, strict=True) if len(m)]
-        return combine(parts, ids.shape, x.shape[1], self._numerics.invariant)
-
-    def move(self, layer: str, placement: Placement) -> None:
-        """Changes a layer's placement; all ranks call it together, between two steps."""
-        old, size = self.placements[layer], self.placements[layer].slots_per_rank
-        first = {expert: slot for slot, expert in reversed(list(enumerate(old.logical)))}
-        own = self._exchange.rank
-        moved: list[Tensor] = []
-        for part in (0, 1):
-            held = self.shard.weights[layer][part]
-            parts = []
-            for rank in range(self._exchange.num_ranks):
-                wanted = [first[expert] for expert in placement.of_rank(rank)]
-                at = [slot - own * size for slot in wanted if slot // size == own]
-                parts.append(held[torch.tensor(at, dtype=torch.long)].flatten(1))
-            got = self._exchange.swap(parts)
-            taken = [0] * len(got)
-            rows = []
-            for expert in placement.of_rank(own):
-                owner = first[expert] // size
-                rows.append(got[owner][taken[owner]])
-                taken[owner] += 1
-            moved.append(torch.stack(rows).view(-1, *held.shape[1:]))
-        self.shard.weights[layer] = (moved[0], moved[1])
-        self.placements[layer] = placement
-        self._tables[layer] = placement.replicas()
-
-
-class ProcessGroupExchange:
-    """All-to-all over a `torch.distributed` process group (gloo on CPUs, NCCL on GPUs)."""
-
-    def __init__(self, group: object, rank: int, num_ranks: int) -> None:
-        self._group = group
-        self.rank = rank
-        self.num_ranks = num_ranks
-
-    def swap(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        like = parts[0]
-        counts = torch.tensor([len(part) for part in parts])
-        incoming = torch.empty_like(counts)
-        self._alltoall(incoming, counts, [1] * self.num_ranks, [1] * self.num_ranks)
-        sizes = incoming.tolist()
-        out = like.new_empty(sum(sizes), *like.shape[1:])
-        self._alltoall(out, torch.cat(list(parts)), sizes, counts.tolist())
-        return list(out.split(sizes))
-
-    def _alltoall(self, out: Tensor, given: Tensor, got: list[int], sent: list[int]) -> None:
-        work: Callable[..., object] = self._group.alltoall_base  # type: ignore[attr-defined]
-        work(out, given.contiguous(), got, sent).wait()  # type: ignore[attr-defined]

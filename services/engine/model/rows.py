@@ -71,6 +71,7 @@ class Rows:
     first_rows: list[int] = field(init=False)
     image: Tensor | None = field(init=False)
     _np: dict[str, Int] = field(init=False)
+    _tables: Int = field(init=False)
 
     def __post_init__(self) -> None:
         spans = self.spans
@@ -94,6 +95,7 @@ class Rows:
             "slots": slots,
             "firsts": firsts,
         }
+        self._tables = tables
         self.first_rows = firsts[:-1].tolist()
         ids = np.concatenate([span.ids for span in spans]) if spans else np.zeros(0, np.int64)
         self.ids = self._tensor(ids)
@@ -107,6 +109,15 @@ class Rows:
 
     def __len__(self) -> int:
         return int(self._np["firsts"][-1])
+
+    @property
+    def longest(self) -> int:
+        """Returns the most positions that a row of the step can look back on, itself included."""
+        return max((span.end for span in self.spans), default=0)
+
+    @property
+    def valid_starts(self) -> list[int]:
+        return [span.valid_start for span in self.spans]
 
     def _tensor(self, values: npt.NDArray[np.generic]) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
@@ -174,13 +185,22 @@ class Rows:
             self._tensor(entries),
         )
 
-    def may_write(self, rows: Tensor) -> Tensor:
-        """Returns which of the given rows may write Block KV, [g] bool."""
-        lows = np.array([span.write_from for span in self.spans], np.int64)
-        allowed = self._np["pos"] >= lows[self._np["req"]]
-        return torch.from_numpy(allowed).to(self.device)[rows]
+    def entry_writes(self, ratio: int, per_block: int) -> tuple[Tensor | None, Tensor]:
+        """Returns which of the completed entries are stored (None: all), and in which pool slots.
 
-    def entry_slots(self, req: Tensor, entries: Tensor, per_block: int) -> Tensor:
+        An entry that is stored already is not written again, whatever replays its rows.
+        """
+        own = self._np
+        rows = np.flatnonzero((own["pos"] + 1) % ratio == 0)
+        lows = np.array([span.write_from for span in self.spans], np.int64)
+        kept = np.flatnonzero(own["pos"][rows] >= lows[own["req"][rows]])
+        rows = rows[kept]
+        entries = own["pos"][rows] // ratio
+        blocks = self._tables[own["req"][rows], entries // per_block]
+        slots = self._tensor(blocks * per_block + entries % per_block)
+        return self._tensor(kept), slots
+
+    def entry_slots(self, req: Tensor | int, entries: Tensor, per_block: int) -> Tensor:
         """Returns pool slots of entries. req broadcasts against entries."""
         block = self.tables[req, entries // per_block]
         return block * per_block + entries % per_block

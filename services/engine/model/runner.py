@@ -9,36 +9,30 @@ Source: engine.md, sections 1.8, 1.9, 2.2 and 2.6; model.md, sections 9, 10, 15 
 from __future__ import annotations
 
 import asyncio
-import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import replace
+from functools import wraps
+from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from kernels.reference.sampling import assign_verify_lengths
 from services.engine.layout import KvLayout
 from services.engine.model.cache import BlockPool, StatePool, pool_slots
+from services.engine.model.decoding import DecodeSteps, EagerDecode
+from services.engine.model.exchange import DistributedGroup
+from services.engine.model.lockstep import GroupWorker, check_slots
 from services.engine.model.network import Network
-from services.engine.model.rows import Int, Rows, Span, pack
-from services.engine.model.sampling import (
-    SampleParams,
-    apply_masks,
-    describe,
-    sample_first,
-    verify,
-)
+from services.engine.model.resident import ResidentDecode
+from services.engine.model.rows import Rows, Span, pack
+from services.engine.model.sampling import SampleParams, apply_masks, describe, sample_first
 from services.engine.model.sequence import DeviceSequence
+from services.engine.model.worker import Turn, Worker
 from services.engine.requests import TokenOut
 from services.engine.runner import (
     DecodeBatch,
-    DecodeOutput,
     DecodeResult,
-    DecodeRow,
     Masks,
     PrefillBatch,
     PrefillResult,
@@ -47,29 +41,27 @@ from services.engine.runner import (
     StateFault,
 )
 
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 
-@dataclass
-class _Step:
-    """A decode step between its launch and its result."""
+def _in_order(method: Callable[Concatenate[TorchRunner, _P], _T]) -> Callable[..., _T]:
+    """Puts what a method gives the device behind the steps it was given, and before the next."""
 
-    batch: DecodeBatch
-    sequences: list[DeviceSequence | None]
-    forward: Future[None] | None = None
-    sampled: Future[DecodeResult] | None = None
-    live: list[tuple[DecodeRow, DeviceSequence, int]] | None = None  # with its number of rows
-    rows: Rows | None = None
-    logits: Tensor | None = None
-    faults: dict[int, StateFault] | None = None
-    forward_ms: float = 0.0
+    @wraps(method)
+    def ordered(self: TorchRunner, *args: _P.args, **options: _P.kwargs) -> _T:
+        with self.network.device.computing():
+            return method(self, *args, **options)
+
+    return ordered
 
 
 class TorchRunner:
     """Implements `ModelRunner` with a network.
 
     `verify_mode`: "coupled" makes output a function of (prompt, parameters, seed) alone;
-    "rejection" accepts more drafts.
+    "rejection" accepts more drafts. `max_seqs`: most requests of a decode step; `graph_rows`:
+    largest decode step that is captured, 0 for all; a CPU has no use for either.
     """
 
     def __init__(
@@ -82,6 +74,8 @@ class TorchRunner:
         truncation: str = "compact",
         verify_mode: str = "coupled",
         num_threads: int = 1,
+        max_seqs: int = 64,
+        graph_rows: int = 0,
     ) -> None:
         if verify_mode not in ("coupled", "rejection"):
             raise ValueError(f"verify_mode is coupled or rejection, not {verify_mode!r}")
@@ -89,19 +83,35 @@ class TorchRunner:
         self.network = network
         self._geometry = layout.geometry
         self._truncation = truncation
-        self._coupled = verify_mode == "coupled"
         self._ring_slots = ring_slots or layout.geometry.ring
         config, numerics = network.config, network.numerics
         self._text = config.text
-        self.pool = BlockPool(config, numerics, num_blocks, network.device)
-        self.states = StatePool(config, numerics, self._ring_slots, network.device)
+        device = network.device.torch
+        self.pool = BlockPool(config, numerics, num_blocks, device)
+        # Captured steps hold addresses: pools are as large at once as the engine's slots can get.
+        slots = int(1.2 * max_seqs) + 2 if network.device.is_resident else 16
+        self.states = StatePool(config, numerics, self._ring_slots, device, slots)
         self.backbone = network.backbone(self.pool, self.states, truncation)
         self.head = network.draft_head(self.backbone, self.states)
         self._sequences: dict[int, DeviceSequence] = {}
-        self._steps: dict[int, _Step] = {}
-        self._num_steps = 0
-        self._lock = threading.Lock()  # held by a running pass; taken to grow the state pool
-        self._worker = ThreadPoolExecutor(1, "model", torch.set_num_threads, (num_threads,))
+        self._worker = worker_of(network, num_threads)
+        self._decode = self._decode_steps(verify_mode == "coupled", max_seqs, graph_rows)
+
+    def _decode_steps(self, coupled: bool, max_seqs: int, graph_rows: int) -> DecodeSteps:
+        given = (self.backbone, self.head, self._worker, self._sequences, self._geometry)
+        device = self.network.device
+        if device.is_resident:
+            return ResidentDecode(
+                device,
+                *given,
+                self.states,
+                coupled=coupled,
+                max_seqs=max_seqs,
+                graph_rows=graph_rows,
+            )
+        return EagerDecode(
+            *given, lambda spans: self._pack(spans, writes_first=True), coupled=coupled
+        )
 
     @property
     def num_sequences(self) -> int:
@@ -112,9 +122,11 @@ class TorchRunner:
         if start.state_slot < 1:
             raise ValueError("state slot 0 is padding")
         if start.state_slot >= self.states.capacity:
-            with self._lock:
+            with self._worker.lock:
                 self.states.reserve(start.state_slot)
-        self.states.clear(start.state_slot)
+                self._decode.moved()
+        with self.network.device.computing():
+            self.states.clear(start.state_slot)
         self._sequences[start.seq_id] = DeviceSequence(start)
 
     def close(self, seq_id: int) -> None:
@@ -122,16 +134,7 @@ class TorchRunner:
 
     def shut_down(self) -> None:
         """Ends the thread; steps that were started are finished first."""
-        self._worker.shutdown()
-
-    def _run(self, work: Callable[[], _T]) -> Future[_T]:
-        """Starts work on the runner's thread, after all that was started before."""
-
-        def locked() -> _T:
-            with self._lock, torch.inference_mode():
-                return work()
-
-        return self._worker.submit(locked)
+        self._worker.shut_down()
 
     # --- prefill --------------------------------------------------------------------------------
 
@@ -140,7 +143,7 @@ class TorchRunner:
             return PrefillResult()
         rows = [(row, self._sequences.get(row.seq_id)) for row in batch.rows]
         known = [(row, sequence) for row, sequence in rows if sequence is not None]
-        return await asyncio.wrap_future(self._run(lambda: self._prefill(known)))
+        return await asyncio.wrap_future(self._worker.run(lambda: self._prefill(known), Turn.PASS))
 
     def _prefill(self, given: list[tuple[PrefillRow, DeviceSequence]]) -> PrefillResult:
         began = time.perf_counter()
@@ -214,179 +217,19 @@ class TorchRunner:
 
     # --- decode ---------------------------------------------------------------------------------
 
+    @property
+    def num_steps(self) -> int:
+        """Returns the number of the decode step launched last."""
+        return self._decode.num_steps
+
     def launch(self, batch: DecodeBatch) -> int:
-        self._num_steps += 1
-        number = self._num_steps
-        step = _Step(batch, [self._sequences.get(row.seq_id) for row in batch.rows])
-        self._steps[number] = step
-        step.forward = self._run(lambda: self._forward(step, number))
-        return number
+        return self._decode.launch(batch)
 
     def sample(self, step: int, masks: Masks) -> None:
-        running = self._steps[step]
-        running.sampled = self._run(lambda: self._sample(running, step, masks))
+        self._decode.sample(step, masks)
 
     async def result(self, step: int) -> DecodeResult:
-        running = self._steps.pop(step)
-        if running.sampled is None or running.forward is None:
-            raise AssertionError(f"step {step} was launched and never sampled")
-        await asyncio.wrap_future(running.forward)
-        return await asyncio.wrap_future(running.sampled)
-
-    def _forward(self, step: _Step, number: int) -> None:
-        began = time.perf_counter()
-        step.faults = {}
-        known = [
-            (row, sequence)
-            for row, sequence in zip(step.batch.rows, step.sequences, strict=True)
-            if sequence is not None
-        ]
-        lengths = self._lengths(step, number)
-        step.live, spans = [], []
-        for (row, sequence), wanted in zip(known, lengths, strict=True):
-            base = sequence.num_cached
-            if row.remap < 0 and row.num_cached != base:
-                step.faults[row.seq_id] = StateFault(
-                    row.seq_id, f"CPU counts {row.num_cached} cached, device {base}"
-                )
-                continue
-            if base != sequence.num_ids - 1:
-                step.faults[row.seq_id] = StateFault(
-                    row.seq_id, f"{base} cached of {sequence.num_ids} tokens"
-                )
-                continue
-            drafts = self._usable_drafts(row, sequence, number)
-            num = max(1, min(wanted, row.max_rows, 1 + len(drafts)))
-            ids = np.concatenate(([sequence.golden], drafts[: num - 1]))
-            spans.append(
-                Span(
-                    slot=sequence.slot,
-                    start=base,
-                    ids=ids,
-                    recent=sequence.recent(base, self._history),
-                    table=row.block_table,
-                )
-            )
-            step.live.append((row, sequence, num))
-        if spans:
-            step.rows = self._pack(spans, writes_first=True)
-            hidden = self.backbone.forward(step.rows)
-            assert hidden is not None
-            if self.head is not None:
-                self.head.feed(hidden)
-            step.logits = self.backbone.logits(hidden.x[: step.rows.num_real])
-        step.forward_ms = 1e3 * (time.perf_counter() - began)
-
-    def _usable_drafts(self, row: DecodeRow, sequence: DeviceSequence, number: int) -> Int:
-        """Drafts of the step right before; a sequence that sat out starts without."""
-        if row.remap < 0 or sequence.last_step != number - 1:
-            return np.zeros(0, np.int64)
-        return sequence.drafts
-
-    def _lengths(self, step: _Step, number: int) -> list[int]:
-        """Rows of every known sequence, by the survival of its drafts."""
-        width = self._geometry.max_draft
-        survivals = []
-        for row, sequence in zip(step.batch.rows, step.sequences, strict=True):
-            if sequence is None:
-                continue
-            survival = np.zeros(width)
-            if len(self._usable_drafts(row, sequence, number)):
-                confidences = np.nan_to_num(np.array(sequence.confidences[:width]), nan=0.0)
-                survival[: len(confidences)] = np.cumprod(confidences.clip(0, 1))
-            survivals.append(survival)
-        if not survivals:
-            return []
-        lengths: list[int] = assign_verify_lengths(np.stack(survivals), step.batch.budget).tolist()
-        return lengths
-
-    def _sample(self, step: _Step, number: int, masks: Masks) -> DecodeResult:
-        began = time.perf_counter()
-        faults = dict(step.faults or {})
-        if not step.live:
-            return DecodeResult({}, faults, step.forward_ms, 0.0)
-        assert step.logits is not None
-        logits = step.logits
-        counts = np.array([num for _, _, num in step.live])
-        per_row: list[bytes | None] = []
-        for row, _, num in step.live:
-            given = list(masks.get(row.seq_id) or ())[:num]
-            per_row += given + [None] * (num - len(given))
-        logits = apply_masks(logits, per_row)
-        sequences = [sequence for _, sequence, _ in step.live]
-        params = SampleParams.of([s.start.sampling for s in sequences])
-        width = self._geometry.max_draft
-        drafts = np.zeros((len(sequences), width), np.int64)
-        for at, (_, sequence, num) in enumerate(step.live):
-            drafts[at, : num - 1] = sequence.drafts[: num - 1]
-        positions = np.array([s.num_cached for s in sequences])
-        accepted, tokens = verify(
-            logits,
-            counts,
-            drafts,
-            self._proposals(step.live, params),
-            params,
-            positions,
-            coupled=self._coupled,
-        )
-        outputs: dict[int, DecodeOutput] = {}
-        stopped = np.zeros(len(sequences), bool)
-        row_at = 0
-        said: list[tuple[TokenOut, ...]] = []
-        for at, (_, sequence, num) in enumerate(step.live):
-            own = tokens[at, : accepted[at] + 1]
-            said.append(
-                tuple(
-                    describe(logits[row_at + i], int(token), sequence.start.sampling)
-                    for i, token in enumerate(own)
-                )
-            )
-            row_at += num
-            sequence.append(own)
-            sequence.num_cached += len(own)
-            sequence.last_step = number
-            stops = sequence.start.sampling.stop_token_ids
-            stopped[at] = any(int(token) in stops for token in own)
-        self._draft(sequences, params, stopped)
-        for at, (row, sequence, num) in enumerate(step.live):
-            outputs[row.seq_id] = DecodeOutput(
-                said[at], num, sequence.confidences, tuple(sequence.drafts.tolist())
-            )
-        step.logits = None
-        sampler_ms = 1e3 * (time.perf_counter() - began)
-        return DecodeResult(outputs, faults, step.forward_ms + sampler_ms, sampler_ms)
-
-    def _proposals(
-        self, live: list[tuple[DecodeRow, DeviceSequence, int]], params: SampleParams
-    ) -> Tensor | None:
-        if self._coupled or params.all_greedy:
-            return None
-        width = self._geometry.max_draft
-        out = torch.full((len(live), width, self._text.vocab_size), float("-inf"))
-        for at, (_, sequence, num) in enumerate(live):
-            if num > 1 and sequence.proposals is not None:
-                out[at] = sequence.proposals
-            elif num > 1:
-                out[at, np.arange(num - 1), sequence.drafts[: num - 1]] = 0.0
-        return out
-
-    def _draft(
-        self, sequences: list[DeviceSequence], params: SampleParams, stopped: np.ndarray
-    ) -> None:
-        if self.head is None or self._geometry.max_draft == 0:
-            return
-        made = self.head.draft(
-            np.array([s.golden for s in sequences]),
-            np.array([s.num_cached - 1 for s in sequences]),
-            np.array([s.slot for s in sequences]),
-            params,
-            coupled=self._coupled,
-            stopped=stopped,
-        )
-        for at, sequence in enumerate(sequences):
-            sequence.drafts = made.ids[at]
-            sequence.confidences = tuple(made.confidences[at].tolist())
-            sequence.proposals = None if made.proposals is None else made.proposals[at]
+        return await self._decode.result(step)
 
     def _pack(self, spans: list[Span], *, writes_first: bool) -> Rows:
         return pack(
@@ -396,21 +239,72 @@ class TorchRunner:
             pool_slots=pool_slots(self._text),
             writes_first=writes_first,
             pad=self.network.numerics.invariant,
-            device=self.network.device,
+            device=self.network.device.torch,
         )
 
     @property
     def _history(self) -> int:
         return self._text.engram_max_ngram_size - 1
 
+    # --- experts --------------------------------------------------------------------------------
+
+    @property
+    def expert_ranks(self) -> int:
+        """Returns how many ranks share the experts."""
+        return self.network.experts.placements[self._backbone_names[0]].num_ranks
+
+    @property
+    def leads_experts(self) -> bool:
+        """Returns whether this rank plans for all of them."""
+        group = self.network.experts
+        return not isinstance(group, DistributedGroup) or group.rank == 0
+
+    @property
+    def expert_slots(self) -> tuple[tuple[int, ...], ...]:
+        """Returns the expert in every slot, by layer of the backbone."""
+        held = self.network.experts.placements
+        return tuple(held[name].logical for name in self._backbone_names)
+
+    async def expert_loads(self) -> np.ndarray:
+        """Returns tokens per backbone layer and expert since the last call, over all ranks."""
+        names, group, worker = self._backbone_names, self.network.experts, self._worker
+        if isinstance(worker, GroupWorker):
+            return await asyncio.wrap_future(worker.loads())
+        return await asyncio.wrap_future(worker.run(lambda: group.take_loads(names)))
+
+    async def place_experts(self, slots: Sequence[Sequence[int]]) -> None:
+        """Changes the placement of the backbone's layers in place, between two steps.
+
+        Raises: ValueError for a placement that lacks an expert; the old one stays in force.
+        """
+        group, worker, names = self.network.experts, self._worker, self._backbone_names
+        old = [group.placements[name] for name in names]
+        wanted = check_slots(slots, old)
+        if isinstance(worker, GroupWorker):
+            return await asyncio.wrap_future(worker.place(wanted))
+
+        def move() -> None:
+            for name, held, given in zip(names, old, wanted, strict=True):
+                if given != held.logical:
+                    group.move(name, replace(held, logical=given))
+
+        await asyncio.wrap_future(worker.run(move))
+
+    @property
+    def _backbone_names(self) -> list[str]:
+        return [layer.name for layer in self.network.model.layers]
+
     # --- bytes in and out -----------------------------------------------------------------------
 
+    @_in_order
     def read_block(self, block: int) -> bytes:
         return self.pool.read(block)
 
+    @_in_order
     def write_block(self, block: int, data: bytes) -> None:
         self.pool.write(block, data)
 
+    @_in_order
     def read_state(self, seq_id: int) -> bytes:
         sequence = self._sequences[seq_id]
         num, text, states = sequence.num_cached, self._text, self.states
@@ -423,6 +317,7 @@ class TorchRunner:
         cursor = np.array([num, sequence.valid_start, sequence.decoder_from, 0], np.uint32)
         return b"".join(parts) + states.pool_bytes(sequence.slot, num) + cursor.tobytes()
 
+    @_in_order
     def write_state(self, seq_id: int, data: bytes, num_cached: int) -> None:
         sequence, states = self._sequences[seq_id], self.states
         if len(data) != self.layout.state_bytes:
@@ -433,6 +328,7 @@ class TorchRunner:
         if num != num_cached:
             raise StateFault(seq_id, f"the state stands at {num}, the record at {num_cached}")
         sequence.num_cached, sequence.valid_start = num, valid_start
+        sequence.on_device = False
         sequence.decoder_from, sequence.started = decoder_from, True
         at = 0
         for ring in range(len(states.rings)):
@@ -445,18 +341,20 @@ class TorchRunner:
         sequence = self._sequences[seq_id]
 
         def take() -> None:
+            # On the device: a copy to the host would wait for the step before.
             rings = [
-                self.states.ring_bytes(ring, sequence.slot) for ring in range(self._text.n_encoder)
+                self.states.ring_rows(ring, sequence.slot) for ring in range(self._text.n_encoder)
             ]
             sequence.copies[copy] = (sequence.valid_start, rings)
 
-        sequence.copying = self._run(take)
+        sequence.copying = self._worker.run(take)
 
+    @_in_order
     def read_window(self, seq_id: int, boundary: int, copy: int | None) -> bytes:
         sequence, states = self._sequences[seq_id], self.states
         if copy is None:
             valid_start = sequence.valid_start
-            rings = [states.ring_bytes(ring, sequence.slot) for ring in range(self._text.n_encoder)]
+            rings = [states.ring_rows(ring, sequence.slot) for ring in range(self._text.n_encoder)]
         else:
             if sequence.copying is not None:
                 sequence.copying.result()
@@ -464,8 +362,12 @@ class TorchRunner:
                 raise StateFault(seq_id, f"copy area {copy} is empty")
             valid_start, rings = sequence.copies[copy]
         low = max(boundary - self._geometry.window, valid_start, 0)
-        return b"".join(states.relaid(ring, low, boundary) for ring in rings)
+        return b"".join(
+            states.relaid(states.as_bytes(number, rows), low, boundary)
+            for number, rows in enumerate(rings)
+        )
 
+    @_in_order
     def write_window(self, seq_id: int, boundary: int, data: bytes) -> None:
         sequence = self._sequences[seq_id]
         if len(data) != self.layout.window_bytes:
@@ -477,6 +379,7 @@ class TorchRunner:
         # The decoder's rings are never stored: they hold nothing yet.
         sequence.num_cached = sequence.decoder_from = boundary
 
+    @_in_order
     def verify(self, seq_id: int, num_cached: int, block_table: Sequence[int]) -> None:
         """Checks the count and that every value is a number: bytes of KV have no other pattern."""
         sequence = self._sequences[seq_id]
@@ -492,5 +395,13 @@ class TorchRunner:
             ratio = self.pool.sources[layer].ratio
             entries = torch.arange(num_cached // ratio)
             slots_ = blocks[entries // per_block] * per_block + entries % per_block
-            if len(entries) and not bool(table.gather(slots_).isfinite().all()):
+            here = slots_.to(table.data.device)
+            if len(entries) and not bool(table.gather(here).isfinite().all()):
                 raise StateFault(seq_id, f"entries of layer {layer} are no numbers")
+
+
+def worker_of(network: Network, num_threads: int) -> Worker:
+    """Returns the thread of a rank: one that keeps step with others where experts are elsewhere."""
+    if isinstance(network.experts, DistributedGroup):
+        return GroupWorker(network.device, network.experts, num_threads)
+    return Worker(network.device, num_threads)

@@ -24,11 +24,12 @@ class DeviceSequence:
     decoder_from: int = 0  # the same of the decoder half
     started: bool = False
     last_step: int = 0
+    on_device: bool = False  # the device carries it from step to step (resident.py)
     drafts: Int = field(default_factory=lambda: np.zeros(0, np.int64))
     confidences: tuple[float, ...] = ()
     proposals: Tensor | None = None  # [G, V], what the drafts were drawn from
     copying: Future[None] | None = None
-    copies: dict[int, tuple[int, list[np.ndarray]]] = field(default_factory=dict)
+    copies: dict[int, tuple[int, list[Tensor]]] = field(default_factory=dict)
     pictures: dict[int, Tensor] = field(default_factory=dict)  # embeddings by first position
     _ids: Int = field(init=False)
     _image: np.ndarray = field(init=False)

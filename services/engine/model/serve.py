@@ -10,14 +10,15 @@ import numpy as np
 from services.engine.layout import KvLayout
 from services.engine.model.cache import kv_layout
 from services.engine.model.checkpoint import CheckpointReader, RandomSource, TensorSource
+from services.engine.model.device import open_device
 from services.engine.model.engram_hash import Int64
+from services.engine.model.exchange import join_group
 from services.engine.model.network import Network, load_network
 from services.engine.model.numerics import Numerics
 from services.engine.model.runner import TorchRunner
 from services.engine.model.settings import TorchConfig
 from services.engine.model.vision import VisionTower
-
-TOKEN_MAP = "engram_token_map.npy"  # raw id -> compressed id, beside the checkpoint
+from services.engine.model.vocabulary import TOKEN_MAP
 
 
 def numerics_of(settings: TorchConfig) -> Numerics:
@@ -36,7 +37,12 @@ def layout_of(settings: TorchConfig, model_id: str) -> KvLayout:
 
 
 def runner_of(
-    settings: TorchConfig, layout: KvLayout, num_blocks: int, *, for_prefill: bool
+    settings: TorchConfig,
+    layout: KvLayout,
+    num_blocks: int,
+    *,
+    for_prefill: bool,
+    max_seqs: int = 64,
 ) -> TorchRunner:
     """Returns one rank's device; ranks of a process share the weights."""
     shape = layout.geometry
@@ -48,6 +54,8 @@ def runner_of(
         truncation=settings.truncation,
         verify_mode=settings.verify,
         num_threads=settings.num_threads,
+        max_seqs=max_seqs,
+        graph_rows=settings.graph_rows,
     )
 
 
@@ -63,13 +71,19 @@ def network_of(settings: TorchConfig) -> Network:
         extra_experts=settings.extra_experts,
         token_map=_token_map(settings),
         device=settings.device,
+        exchange=(
+            join_group(settings.group_store, settings.group_rank, settings.group_size)
+            if settings.group_size > 1
+            else None
+        ),
     )
 
 
 def tower_of(settings: TorchConfig) -> VisionTower:
     """Loads the vision tower and its aligner, nothing else."""
     source = source_of(settings)
-    return VisionTower(settings.model, source, native=settings.numerics == "native")
+    device = open_device(settings.device)
+    return VisionTower(settings.model, source, native=settings.numerics == "native", device=device)
 
 
 def source_of(settings: TorchConfig) -> TensorSource:
@@ -80,14 +94,21 @@ def source_of(settings: TorchConfig) -> TensorSource:
 
 
 def _token_map(settings: TorchConfig) -> Int64 | None:
-    """Returns the n-gram memory's token map, None where ids are used as they are."""
+    """Returns the n-gram memory's token map, None where ids are used as they are.
+
+    It is kept beside the checkpoint; where it is missing the tokenizer there gives it.
+    """
     text = settings.model.text
     if text.engram_compressed_vocab_size == text.vocab_size:
         return None
     path = Path(settings.checkpoint or ".") / TOKEN_MAP
-    if not settings.checkpoint or not path.exists():
+    vocabulary = settings.vocabulary
+    if path.exists() and settings.checkpoint:
+        token_map: Int64 = np.load(path, allow_pickle=False).astype(np.int64)
+    elif vocabulary is not None:
+        token_map = vocabulary.token_map(text.vocab_size)
+    else:
         raise ValueError(f"the n-gram memory needs {TOKEN_MAP} beside the checkpoint")
-    token_map: Int64 = np.load(path, allow_pickle=False).astype(np.int64)
     distinct = len(np.unique(token_map))
     if len(token_map) != text.vocab_size or distinct != text.engram_compressed_vocab_size:
         raise ValueError(

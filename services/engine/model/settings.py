@@ -14,8 +14,12 @@ from services.common.config import require
 from services.engine.layout import Geometry
 from services.engine.model.config import ModelConfig
 from services.engine.model.presets import PRESETS
+from services.engine.model.vocabulary import Vocabulary, vocabulary_of
 
 NUMERICS = ("float32", "quantised-kv", "native")
+# Of a shard that is larger, only so much at either end tells it from others.
+_WHOLE_BYTES = 64 << 20
+_END_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -33,6 +37,10 @@ class TorchConfig:
     num_threads: int = 1  # of one rank
     expert_ranks: int = 1  # ranks that share the experts, in this process
     extra_experts: int = 0  # replicas per layer
+    group_size: int = 1  # processes that share the experts; each is a rank with requests of its own
+    group_rank: int = 0
+    group_store: str = ""  # host:port at which rank 0 meets the others
+    graph_rows: int = 0  # largest decode step that a GPU captures, 0: all
 
     def __post_init__(self) -> None:
         require(self.preset in PRESETS, f"preset is one of {', '.join(sorted(PRESETS))}")
@@ -42,6 +50,12 @@ class TorchConfig:
         require(self.num_threads >= 1, "num_threads must be at least 1")
         require(self.expert_ranks >= 1, "expert_ranks must be at least 1")
         require(self.extra_experts >= 0, "extra_experts must not be negative")
+        require(0 <= self.group_rank < self.group_size, "group_rank must be below group_size")
+        if self.group_size > 1:
+            require(":" in self.group_store, "a group meets at group_store, host:port")
+            require(self.expert_ranks == 1, "expert ranks are in this process, or in a group")
+            require(self.device == "cpu", "groups of processes are of CPUs; cards share a process")
+        require(self.graph_rows >= 0, "graph_rows must not be negative")
 
     @property
     def model(self) -> ModelConfig:
@@ -59,6 +73,11 @@ class TorchConfig:
         )
 
     @property
+    def vocabulary(self) -> Vocabulary | None:
+        """Returns what the checkpoint's tokenizer says, None without one. Raises: ConfigError."""
+        return vocabulary_of(Path(self.checkpoint)) if self.checkpoint else None
+
+    @property
     def weights_id(self) -> str:
         """Returns what tells these weights and numbers from others."""
         if not self.checkpoint:
@@ -73,10 +92,22 @@ def _load(checkpoint: str) -> ModelConfig:
 
 @lru_cache(maxsize=8)
 def _digest(checkpoint: str) -> str:
-    """Digest over what is small: configuration, index, and the names and sizes of the shards."""
+    """Digest over configuration, tokenizer and shards; of large shards only sizes and both ends.
+
+    Two trainings of one network give files of equal sizes, and KV of the one is garbage to the
+    other.
+    """
     folder, digest = Path(checkpoint), hashlib.sha256()
     for path in sorted(folder.glob("*.json")):
         digest.update(path.name.encode() + b"\0" + path.read_bytes())
     for path in sorted(folder.glob("*.safetensors")):
-        digest.update(f"{path.name}\0{path.stat().st_size}\0".encode())
+        size = path.stat().st_size
+        digest.update(f"{path.name}\0{size}\0".encode())
+        with path.open("rb") as file:
+            if size <= _WHOLE_BYTES:
+                digest.update(file.read())
+                continue
+            digest.update(file.read(_END_BYTES))
+            file.seek(-_END_BYTES, 2)
+            digest.update(file.read())
     return digest.hexdigest()[:16]

@@ -20,6 +20,7 @@ import kernels
 from kernels.reference.vision import rotations_2d
 from services.engine.model.checkpoint import TensorSource
 from services.engine.model.config import ModelConfig
+from services.engine.model.device import CpuDevice, Device
 
 NORM_EPS = 1e-6
 PAD_GREY = 127
@@ -63,12 +64,23 @@ class _Block:
 class VisionTower:
     """Weights and forward pass; one image is one sequence of patches."""
 
-    def __init__(self, config: ModelConfig, source: TensorSource, *, native: bool = False) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        source: TensorSource,
+        *,
+        native: bool = False,
+        device: Device | None = None,
+    ) -> None:
         if config.vision is None:
             raise ValueError("this configuration has no vision tower")
         self._vision = config.vision
         self._native = native
-        get = source.matrix
+        self._device = held = device or CpuDevice()
+
+        def get(name: str) -> Tensor:
+            return held.place(source.matrix(name))
+
         self._patch = (get("vision.patch_embed.proj.weight"), get("vision.patch_embed.proj.bias"))
         self._blocks = [
             _Block(
@@ -88,13 +100,18 @@ class VisionTower:
             get(f"aligner.{name}") for name in ("w1.weight", "w1.bias", "w2.weight", "w2.bias")
         )
         self._marks = tuple(get(name) for name in ("image_start", "image_newline", "image_end"))
-        self._rms_norm = kernels.get("rms_norm")
-        self._attention = kernels.get("vit_attention")
-        self._patchify = kernels.get("patchify")
+        self._rms_norm = kernels.get("rms_norm", held.kind)
+        self._attention = kernels.get("vit_attention", held.kind)
+        self._patchify = kernels.get("patchify", held.kind)
 
     def encode(self, images: Sequence[np.ndarray]) -> list[Tensor]:
-        """Encodes images of planned sizes ([h, w, 3] uint8); returns [tokens, D] of each span."""
-        return [self.span(*self._cells(image)) for image in images]
+        """Encodes images of planned sizes ([h, w, 3] uint8); returns [tokens, D] of each span.
+
+        The spans are on the host: they leave for other machines.
+        """
+        with self._device.computing():
+            spans = [self.span(*self._cells(image)) for image in images]
+            return [self._device.fetch(span) for span in spans]
 
     def span(self, cells: Tensor, rows: int, columns: int) -> Tensor:
         """Lays cells [rows * columns, D] out as a span: START, rows with NEWLINE, END."""
@@ -106,11 +123,11 @@ class VisionTower:
     def features(self, image: np.ndarray) -> Tensor:
         """Returns the tower's output, one row per patch. image: [h, w, 3] uint8."""
         vision = self._vision
-        pixels = torch.from_numpy(image.copy()).permute(2, 0, 1).float()
+        pixels = self._device.upload(image.copy()).permute(2, 0, 1).float()
         pixels = self._cast((pixels / 255 - _MEAN) / _STD)
         x = self._linear(self._patchify(pixels, vision.patch_size), *self._patch)
         rows, columns = (side // vision.patch_size for side in image.shape[:2])
-        angles = rotations_2d(rows, columns, vision.head_dim, vision.rope_theta)
+        angles = self._device.place(rotations_2d(rows, columns, vision.head_dim, vision.rope_theta))
         heads = (vision.num_attention_heads, vision.head_dim)
         for block in self._blocks:
             y = self._rms_norm(x, block.norm1, NORM_EPS)

@@ -13,7 +13,12 @@ from torch import Tensor
 
 from services.engine.model.checkpoint import TensorSource
 from services.engine.model.config import ModelConfig, TextConfig
-from services.engine.model.numerics import Weight
+from services.engine.model.device import Device
+from services.engine.model.numerics import Numerics, Weight
+
+# Matrices of some routed experts, each [k, ...]: gate and up [2 * I, D], down [D, I]; or, packed,
+# E2M1 values and scales of the former, then of the latter.
+Experts = tuple[Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -99,25 +104,24 @@ class Drafter:
 @dataclass(frozen=True)
 class Model:
     config: ModelConfig
+    device: Device
     embed: Tensor
     head: Weight
     norm: Tensor
     layers: tuple[Layer, ...]
     drafter: Drafter | None
-    experts: dict[str, tuple[int, Callable[[Sequence[int]], tuple[Tensor, Tensor]]]] = field(
-        repr=False
-    )  # by layer name: number of logical experts, and how to load some of them
+    # By layer name: number of logical experts, and how to load some of them.
+    experts: dict[str, tuple[int, Callable[[Sequence[int]], Experts]]] = field(repr=False)
 
 
 def load_model(
-    config: ModelConfig, source: TensorSource, device: torch.device | str = "cpu"
+    config: ModelConfig, source: TensorSource, device: Device, numerics: Numerics
 ) -> Model:
     """Loads everything but routed experts, n-gram tables and the vision tower.
 
-    Routed experts are loaded by whoever places them: `experts[layer](ids)` gives their matrices
-    ([k, 2 * I, D] gate and up, [k, D, I] down).
+    Routed experts are loaded by whoever places them: `experts[layer](ids)` gives their matrices.
     """
-    load = _Loader(config, source, torch.device(device))
+    load = _Loader(config, source, device, numerics)
     text = config.text
     layers = tuple(
         load.layer(f"layers.{layer}", layer, text.num_experts_per_tok)
@@ -129,7 +133,8 @@ def load_model(
         experts[layer.name] = (text.dspark_n_routed_experts, load.experts_of(layer.name))
     return Model(
         config,
-        load.tensor("embed.weight"),
+        device,
+        load.weight("embed.weight").data,
         load.weight("head.weight"),
         load.tensor("norm.weight"),
         layers,
@@ -138,22 +143,44 @@ def load_model(
     )
 
 
+def held_as(device: Device, numerics: Numerics) -> torch.dtype:
+    """Returns the type that matrices are held in.
+
+    A GPU multiplies bfloat16 with float32 sums. E4M3 and E2M1 with scales that are powers of two
+    are bfloat16 values, as are activations in native mode: the product is that of the stored forms.
+    """
+    return torch.bfloat16 if numerics.native and device.kind != "cpu" else torch.float32
+
+
+def packs_experts(config: ModelConfig, device: Device, numerics: Numerics) -> bool:
+    """Returns whether routed experts stay E2M1 in memory, and are expanded by what multiplies.
+
+    Activations are E4M3 then, so that the tensor cores' bfloat16 holds both sides of a product.
+    """
+    return numerics.native and device.kind != "cpu" and config.quantization is not None
+
+
 class _Loader:
-    def __init__(self, config: ModelConfig, source: TensorSource, device: torch.device) -> None:
+    def __init__(
+        self, config: ModelConfig, source: TensorSource, device: Device, numerics: Numerics
+    ) -> None:
         self._text: TextConfig = config.text
         self._source = source
         self._device = device
+        self._held = held_as(device, numerics)
+        self._packs = packs_experts(config, device, numerics)
         # Without a quantised form no operand is quantised, whatever the activations are.
         self._quantised = config.quantization is not None
 
     def tensor(self, name: str) -> Tensor:
-        return self._source.matrix(name).to(self._device)
+        return self._device.place(self._source.matrix(name))
 
     def weight(self, *names: str, fp8: bool = False) -> Weight:
         """Joins matrices that read the same input, one below the other."""
         parts = [self._source.matrix(name) for name in names]
         joined = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return Weight(joined.to(self._device).contiguous(), fp8 and self._quantised)
+        held = self._device.place(joined.to(self._held).contiguous())
+        return Weight(held, fp8 and self._quantised)
 
     def layer(self, name: str, number: int | None, top_k: int) -> Layer:
         text, at = self._text, f"{name}.attn"
@@ -233,22 +260,27 @@ class _Loader:
                 for layer in range(text.num_nextn_predict_layers)
             ),
             self.tensor(f"{last}.norm.weight"),
-            self.tensor(f"{last}.markov_head.embed.weight"),
+            self.weight(f"{last}.markov_head.embed.weight").data.float(),
             self.weight(f"{last}.markov_head.head.weight"),
             self.tensor(f"{last}.confidence_head.proj.weight")[0],
         )
 
-    def experts_of(self, name: str) -> Callable[[Sequence[int]], tuple[Tensor, Tensor]]:
-        def load(ids: Sequence[int]) -> tuple[Tensor, Tensor]:
-            up, down = [], []
-            for expert in ids:
-                at = f"{name}.ffn.experts.{expert}"
-                w1, w3 = (
-                    self._source.matrix(f"{at}.w1.weight"),
-                    self._source.matrix(f"{at}.w3.weight"),
-                )
-                up.append(torch.cat((w1, w3)))
-                down.append(self._source.matrix(f"{at}.w2.weight"))
-            return torch.stack(up).to(self._device), torch.stack(down).to(self._device)
+    def experts_of(self, name: str) -> Callable[[Sequence[int]], Experts]:
+        read = self._packed_expert if self._packs else self._expert
+
+        def load(ids: Sequence[int]) -> Experts:
+            parts = [read(f"{name}.ffn.experts.{expert}") for expert in ids]
+            stacked = (torch.stack(part) for part in zip(*parts, strict=True))
+            return tuple(self._device.place(part) for part in stacked)
 
         return load
+
+    def _expert(self, at: str) -> Experts:
+        w1, w2, w3 = (self._source.matrix(f"{at}.{part}.weight") for part in ("w1", "w2", "w3"))
+        return torch.cat((w1, w3)).to(self._held), w2.to(self._held)
+
+    def _packed_expert(self, at: str) -> Experts:
+        found = [self._source.packed(f"{at}.{part}.weight") for part in ("w1", "w2", "w3")]
+        w1, w2, w3 = (part for part in found if part is not None)
+        up = [torch.cat(halves) for halves in zip(w1, w3, strict=True)]
+        return (*up, *w2)

@@ -16,6 +16,7 @@ from services.engine.keys import MediaSpan
 from services.engine.model.cache import geometry, kv_layout
 from services.engine.model.checkpoint import RandomSource
 from services.engine.model.config import ModelConfig
+from services.engine.model.device import CpuDevice
 from services.engine.model.network import Network, load_network
 from services.engine.model.numerics import Numerics
 from services.engine.model.presets import NANO
@@ -67,9 +68,11 @@ def network(
     seed: int = 1,
     ranks: int = 1,
     predictable: bool = False,
+    resident: bool = False,
 ) -> Network:
     kind = PredictableSource if predictable else RandomSource
-    return load_network(config, kind(config, seed), numerics, num_expert_ranks=ranks)
+    device = CpuDevice(is_resident=resident)
+    return load_network(config, kind(config, seed), numerics, num_expert_ranks=ranks, device=device)
 
 
 def with_text(config: ModelConfig, **changes: object) -> ModelConfig:
@@ -180,7 +183,7 @@ class Driver:
     ) -> dict[int, DecodeOutput]:
         """Runs one decode step. `drafts`: how many each may verify; None as many as there are."""
         runner = self.runner
-        number = runner._num_steps + 1
+        number = runner.num_steps + 1
         most = self.geometry.back if drafts is None else drafts + 1
         rows = []
         for seq in seqs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from services.engine.model.checkpoint import (
     RandomSource,
     make_random_checkpoint,
 )
+from services.engine.model.device import CpuDevice
 from services.engine.model.engram_store import FileEngram, MemoryEngram, ShardedEngram, table_shard
 from services.engine.model.names import stored, tensors
 from services.engine.model.network import load_network
@@ -121,7 +123,7 @@ def test_another_reader_of_the_format_reads_our_files(tiny):
 
 def test_a_rank_of_an_expert_group_reads_only_its_own_experts(tiny):
     with CheckpointReader(tiny, TINY) as reader:
-        model = load_model(TINY, reader)
+        model = load_model(TINY, reader, CpuDevice(), EXACT)
         before = reader.bytes_read
         placements = {layer: Placement.initial(n, 4) for layer, (n, _) in model.experts.items()}
         shard = make_shard(model, placements, 1, Numerics())
@@ -259,6 +261,104 @@ def test_a_missing_shard_and_a_missing_index_are_refused(copy):
     (copy / INDEX).unlink()
     with pytest.raises(CheckpointError, match="neither"):
         CheckpointReader(copy, NANO)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"weight_map": 3}', '{"weight_map": {"norm.weight": 3}}', "[" * 99999]
+)
+def test_an_index_that_is_none_is_refused(copy, text):
+    (copy / INDEX).write_text(text)
+    with pytest.raises(CheckpointError, match="no weight_map of names to files"):
+        CheckpointReader(copy, NANO)
+
+
+def test_files_that_cannot_be_read_are_refused_by_name(copy):
+    first, second = sorted(copy.glob("*.safetensors"))[:2]
+    data = first.read_bytes()
+    first.unlink()
+    first.symlink_to(first.name)  # a loop
+    with pytest.raises(CheckpointError, match=f"{first.name} cannot be read"):
+        CheckpointReader(copy, NANO)
+    first.unlink()
+    first.mkdir()
+    with pytest.raises(CheckpointError, match=f"{first.name} cannot be read"):
+        CheckpointReader(copy, NANO)
+    first.rmdir()
+    first.write_bytes(data)
+    outside = json.loads((copy / INDEX).read_text())
+    outside["weight_map"]["norm.weight"] = f"../{second.name}"
+    (copy / INDEX).write_text(json.dumps(outside))
+    with pytest.raises(CheckpointError, match="no plain file name"):
+        CheckpointReader(copy, NANO)
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        (3, "no data_offsets, shape and dtype"),
+        ({"dtype": "BF16", "shape": [1]}, "no data_offsets, shape and dtype"),
+        ({"dtype": "BF16", "shape": [-1, -2], "data_offsets": [0, 4]}, "whole numbers from 0"),
+        ({"dtype": "BF16", "shape": [1.0], "data_offsets": [0, 2]}, "whole numbers from 0"),
+        ({"dtype": "BF16", "shape": [1], "data_offsets": [-2, 0]}, "whole numbers from 0"),
+        ({"dtype": ["BF16"], "shape": [1], "data_offsets": [0, 2]}, "whole numbers from 0"),
+        ({"dtype": "F64", "shape": [1], "data_offsets": [0, 8]}, "is F64"),
+        ({"dtype": "BF16", "shape": [9], "data_offsets": [0, 2]}, "needs 18"),
+    ],
+)
+def test_an_entry_that_makes_no_sense_is_refused_by_name(copy, facts, expected):
+    def change(header):
+        header["norm.weight"] = facts
+        return True
+
+    rewrite(copy, change)
+    with pytest.raises(CheckpointError, match=expected) as refused:
+        CheckpointReader(copy, NANO)
+    assert "norm.weight" in str(refused.value)
+
+
+@pytest.mark.parametrize("header", [b"[]", b"7", b"\xff", b"[" * 99999])
+def test_a_header_that_is_no_table_is_refused(copy, header):
+    file = sorted(copy.glob("*.safetensors"))[0]
+    file.write_bytes(len(header).to_bytes(8, "little") + header + bytes(64))
+    with pytest.raises(CheckpointError, match=f"{file.name} has no readable header"):
+        CheckpointReader(copy, NANO)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("layers.0.attn.wq_b.scale", "powers of two"),
+        ("layers.0.attn.wq_b.weight", "no numbers"),
+        ("norm.weight", "no numbers"),
+    ],
+)
+def test_values_that_are_no_numbers_are_refused_by_name(tmp_path, name, expected):
+    config = make_random_checkpoint(TINY, 1, tmp_path, max_shard_bytes=2 << 20)
+    with CheckpointReader(tmp_path, config) as reader:
+        entry = reader._entries[name]
+    with entry.path.open("r+b") as file:
+        file.seek(entry.begin)
+        file.write(b"\xff" * 4)
+    with (
+        CheckpointReader(tmp_path, config) as reader,
+        pytest.raises(CheckpointError, match=f"{name} .*{expected}"),
+    ):
+        load_network(config, reader, EXACT)
+
+
+def test_reads_that_come_in_parts_are_joined(tiny, monkeypatch):
+    """As of tensors above 2 GiB, of which one call never gives all."""
+    whole, parts = os.pread, []
+
+    def some(descriptor, count, at):
+        parts.append(count)
+        return whole(descriptor, min(count, 1000), at)
+
+    with CheckpointReader(tiny, TINY) as reader:
+        expected = reader.matrix("layers.0.attn.wq_b.weight")
+        monkeypatch.setattr(os, "pread", some)
+        assert torch.equal(reader.matrix("layers.0.attn.wq_b.weight"), expected)
+    assert len(parts) > 2
 
 
 def test_the_quantised_form_is_no_bf16_form(tiny):

@@ -8,7 +8,7 @@ import math
 import pytest
 
 from services.common.cli import main
-from services.engine.model.cli import sizes_of, smallest_ep
+from services.engine.model.cli import fit_of, sizes_of, smallest_ep
 from services.engine.model.names import stored, tensors
 from services.engine.model.presets import FLASH
 
@@ -40,6 +40,12 @@ def test_the_smallest_group_grows_as_cards_shrink_and_may_not_exist():
     assert groups == sorted(groups)
     assert groups[0] >= 2
     assert smallest_ep(sizes, 8) is None
+    fit = fit_of(sizes, 141, 114688, 128)
+    assert fit is not None
+    assert fit.smallest_ep == groups[1]
+    assert fit.weights_bytes + fit.kv_tokens * 896 < 0.9 * 141e9
+    assert fit.kv_tokens > 1_000_000
+    assert fit_of(sizes, 8, 114688, 128) is None
 
 
 def test_inspect_tells_form_sizes_and_fit_and_refuses_what_is_no_model(tmp_path, capsys):
@@ -50,6 +56,7 @@ def test_inspect_tells_form_sizes_and_fit_and_refuses_what_is_no_model(tmp_path,
     told = capsys.readouterr().out
     assert "8 layers (4 encoder)" in told
     assert "EP 1" in told
+    assert "141 GB (H200)" in told
     assert main(["model", "inspect", str(folder), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert (facts["form"], facts["block_bytes"]) == ("quantised", 4096)

@@ -129,3 +129,51 @@ def test_unknown_fields_are_ignored_and_unknown_values_refused():
     document["architectures"] = ["Other"]
     with pytest.raises(ConfigError, match="architectures"):
         ModelConfig.from_json(document)
+
+
+def test_confidence_temperatures_travel_in_the_configuration():
+    fitted = replace(TINY, system=replace(TINY.system, confidence_temperatures=(0.8, 1, 1, 1.2, 1)))
+    assert ModelConfig.from_json(json.loads(json.dumps(fitted.to_json()))) == fitted
+    short = replace(TINY, system=replace(TINY.system, confidence_temperatures=(1.0, 1.0)))
+    with pytest.raises(ConfigError, match="confidence_temperatures are 5"):
+        short.validate()
+
+
+@pytest.mark.parametrize(
+    ("section", "field", "value", "expected"),
+    [
+        ("text_config", "hidden_size", "128", "hidden_size is '128', expected a whole number"),
+        ("text_config", "hidden_size", 0, "hidden_size is 0, expected at least 1"),
+        ("text_config", "num_attention_heads", -8, "num_attention_heads is -8"),
+        ("text_config", "vocab_size", True, "vocab_size is True, expected a whole number"),
+        ("text_config", "num_experts_per_tok", 999, "num_experts_per_tok is 999"),
+        ("text_config", "qk_rope_head_dim", 7, "even"),
+        ("text_config", "compress_ratios", "0222", "expected a list"),
+        ("text_config", "compress_ratios", [0, 2, "2"], r"compress_ratios\[2\] is '2'"),
+        ("text_config", "kv_source_layer_ids", [1, 400], "expected layers below 8"),
+        ("text_config", "engram_num_embeddings", [], "one for each of engram_layer_ids"),
+        ("text_config", "rms_norm_eps", None, "rms_norm_eps is None, expected a number"),
+        ("text_config", "rms_norm_eps", float("nan"), "rms_norm_eps is nan, expected a number"),
+        ("text_config", "rope_scaling", [], "rope_scaling is \\[\\], expected an object"),
+        ("quantization_config", "weight_block_size", 32, "weight_block_size is 32"),
+        ("vision_config", "patch_size", 1.5, "patch_size is 1.5"),
+        (None, "text_config", 7, "text_config is 7, expected an object"),
+        (None, "architectures", "DeepseekV41ForCausalLM", "architectures"),
+        (None, "architectures", 3, "architectures is 3"),
+        (None, "eos_token_id", [1, 2], "eos_token_id is"),
+    ],
+)
+def test_values_of_another_kind_are_refused_with_their_field(section, field, value, expected):
+    document = json.loads(json.dumps(TINY.to_json()))
+    (document if section is None else document[section])[field] = value
+    with pytest.raises(ConfigError, match=expected):
+        ModelConfig.from_json(document)
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"[]", b"7", b"\xff\xfe{", b"{" * 100_000, b'{"architectures": {}}']
+)
+def test_a_file_that_is_no_configuration_is_refused(tmp_path, data):
+    (tmp_path / "config.json").write_bytes(data)
+    with pytest.raises(ConfigError):
+        ModelConfig.load(tmp_path)

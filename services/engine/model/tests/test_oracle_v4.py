@@ -192,11 +192,13 @@ def random(*shape: int, seed: int = 3) -> Tensor:
 
 
 @torch.no_grad()
-def test_rms_norm_is_that_of_v4() -> None:
+@pytest.mark.parametrize("impl", ["reference", "cpu"])
+def test_rms_norm_is_that_of_v4(impl: str) -> None:
     x, weight = random(7, 64), random(64, seed=4)
     norm = put(v4.DeepseekV4RMSNorm(64, eps=TEXT.rms_norm_eps), weight=weight)
-    close(kernels.get("rms_norm")(x, weight, TEXT.rms_norm_eps), norm(x))
-    assert kernels.get("rms_norm")(torch.zeros(2, 64), weight, TEXT.rms_norm_eps).abs().max() == 0
+    ours = kernels.get("rms_norm", impl=impl)
+    close(ours(x, weight, TEXT.rms_norm_eps), norm(x))
+    assert ours(torch.zeros(2, 64), weight, TEXT.rms_norm_eps).abs().max() == 0
 
 
 @torch.no_grad()

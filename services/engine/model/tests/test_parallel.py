@@ -9,12 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from services.engine.model.parallel import (
-    DistributedGroup,
-    InProcessGroup,
-    Placement,
-    ProcessGroupExchange,
-)
+from services.engine.model.exchange import DistributedGroup, ProcessGroupExchange
+from services.engine.model.parallel import InProcessGroup, Placement
 from services.engine.model.presets import NANO
 from services.engine.model.tests.kit import EXACT, INVARIANT, network
 
@@ -36,8 +32,8 @@ def test_a_placement_holds_every_expert_in_equal_ranges():
     assert [placement.of_rank(r) for r in range(3)] == [(0, 1, 2, 3), (4, 5, 6, 7), (0, 1, 2, 3)]
     table, counts = placement.replicas()
     assert counts.tolist() == [2, 2, 2, 2, 1, 1, 1, 1]
-    assert table[1].tolist() == [1, 9]
-    assert table[5].tolist() == [5, 5]
+    assert table[1].tolist() == [1, 9, 1, 1, 1]
+    assert table[5].tolist() == [5] * 5
     with pytest.raises(ValueError, match="without a slot"):
         Placement((0, 1, 1, 2), 4, 2)
     with pytest.raises(ValueError, match="do not split"):
