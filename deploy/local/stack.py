@@ -22,6 +22,7 @@ from typing import IO, Any, Final
 
 from deploy.local.etcd import EtcdProcess
 from deploy.local.http import http_get
+from deploy.local.model import check_model, codec_flags
 from deploy.local.plan import ProcessSpec, StackConfig, plan
 from deploy.local.process import StartFailed, Supervised
 from services.common.rpc_client import Channels
@@ -129,8 +130,13 @@ class Stack:
     async def start(self) -> None:
         """Starts everything, tier by tier, and waits until a request can be served.
 
-        Raises: StackRunning; StartFailed; EtcdMissing; EtcdFailed.
+        Raises: StackRunning; StartFailed; ModelUnfit; EtcdMissing; EtcdFailed.
         """
+        if self.config.engine == "torch":
+            check_model(self.config.checkpoint)
+            own = codec_flags(self.config.checkpoint)
+            flags = {**self.config.flags, "recipe": [*own, *self.config.flags.get("recipe", [])]}
+            self.config = replace(self.config, flags=flags)
         self._take_folder()
         reclaim_orphans()
         if not self.config.etcd:
@@ -242,6 +248,8 @@ class Stack:
             "etcd": self.etcd_endpoint,
             "etcd_pid": self._etcd.pid if self._etcd.is_running else 0,
             "engine": self.config.engine,
+            "model": self.config.model,
+            "expert_ranks": self.config.expert_ranks,
             "api_key_file": str(self.api_key_file),
             "traces": str(self.folder / "traces"),
             "processes": {process.name: describe(process) for process in self},
@@ -296,4 +304,4 @@ async def _all(*starts: Any) -> None:
 
 
 def _with_folder(config: StackConfig, folder: Path) -> StackConfig:
-    return replace(config, folder=folder)
+    return replace(config, folder=folder, checkpoint=config.checkpoint.absolute())

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shlex
+import shutil
 import signal
 import socket
 import sys
@@ -13,15 +15,16 @@ from pathlib import Path
 from typing import Final
 
 from deploy.local.etcd import EtcdFailed, EtcdMissing
+from deploy.local.model import ModelUnfit
 from deploy.local.plan import StackConfig
 from deploy.local.process import StartFailed
 from deploy.local.stack import Stack, StackRunning
 from services.common.config import ConfigError, load, require, usage
 
 DEFAULT_HTTP_PORT: Final = 8000
-# `--engine torch` needs the extra; a quick start must not fail on a port that is taken.
+# A quick start must not fail on a port that is taken.
 _MESSAGE: Final = """
-ready in {seconds:.0f} s: {count} processes, engine {engine}
+ready in {seconds:.0f} s: {count} processes, engine {engine}, model {model}
 
   address   {url}
   key       {key_file}
@@ -31,9 +34,10 @@ try it (in another terminal):
 
   curl -s {url}/v1/chat/completions \\
     -H "Authorization: Bearer $(cat '{key_file}')" -H 'Content-Type: application/json' \\
-    -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "Hello, ocean"}}]}}'
+    -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "{hello}"}}],
+         "temperature": 0, "thinking": {{"type": "disabled"}}}}'
 
-  pelagos chat      pelagos status      Ctrl-C stops everything
+  {program} chat      {program} status      Ctrl-C stops everything
 """
 
 
@@ -42,7 +46,6 @@ class UpConfig(StackConfig):
     """The stack, and what only the command needs."""
 
     http_port: int = DEFAULT_HTTP_PORT
-    model: str = "DeepSeek-V4.1-Flash"
     exit_when_ready: bool = False  # start, print, stop: a smoke test
 
     def __post_init__(self) -> None:
@@ -93,6 +96,9 @@ async def _up(config: UpConfig) -> int:
     except StackRunning as error:
         _say(f"{error}; `pelagos status` shows it")
         return 1
+    except ModelUnfit as error:
+        _say(f"pelagos up: {error}")
+        return 1
     except (StartFailed, EtcdMissing, EtcdFailed, OSError) as error:
         _say(f"failed: {error}")
         _say("`pelagos doctor` looks for what is wrong with this machine")
@@ -105,6 +111,7 @@ async def _up(config: UpConfig) -> int:
 def _announce(stack: Stack, config: UpConfig, seconds: float) -> None:
     print(
         _MESSAGE.format(
+            program=_program(),
             seconds=seconds,
             count=len(list(stack)) + 1,
             engine=config.engine,
@@ -112,9 +119,18 @@ def _announce(stack: Stack, config: UpConfig, seconds: float) -> None:
             key_file=stack.api_key_file,
             logs=stack.folder / "logs",
             model=config.model,
+            hello="Hello, ocean" if config.engine == "sim" else "Who are you?",
         ),
         flush=True,
     )
+
+
+def _program() -> str:
+    """Returns what to type for this command: its name where the shell finds it, else its path."""
+    if shutil.which("pelagos"):
+        return "pelagos"
+    path, here = Path(sys.argv[0]), Path.cwd()
+    return shlex.quote(str(path.relative_to(here) if path.is_relative_to(here) else path))
 
 
 def free_port_or_any(port: int) -> int:
