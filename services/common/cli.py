@@ -6,6 +6,7 @@ To add one, add a row to COMMANDS or SERVICES; light commands must stay free of 
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, cast
@@ -37,6 +38,7 @@ COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
     "top": ("deploy.local.top:main", "a live view of the local stack"),
     "doctor": ("deploy.local.doctor:main", "what is wrong with this machine"),
     "chat": ("services.entrypoint.chat:main", "a conversation in the terminal"),
+    "eval": ("deploy.local.evaluate:main", "held-out questions through the stack, in all modes"),
     "recipe": ("services.recipe.cli:main", "recipe check DIR: the codec's conformance vectors"),
     "kv": ("services.kvstore.cli:main", "the store's tools"),
     "trace": ("services.common.trace_cli:main", "trace ID: one request's timeline"),
@@ -50,12 +52,25 @@ COMMANDS: Final[Mapping[str, tuple[str, str]]] = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one subcommand and returns its exit status."""
     args = list(sys.argv[1:] if argv is None else argv)
+    if args[:1] == ["serve"]:
+        return _serve(args[1:])
+    try:
+        status = _run(args)
+        sys.stdout.flush()  # here, where a reader that has left is no news
+        return status
+    except BrokenPipeError:
+        # `pelagos … | head`: what is left in the buffer has nowhere to go at exit either.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _run(args: Sequence[str]) -> int:
     if not args or args[0] in ("-h", "--help", "help"):
         print(_usage())
         return 0
     command, *rest = args
-    if command == "serve":
-        return _serve(rest)
     if command == "version":
         from importlib.metadata import version
 

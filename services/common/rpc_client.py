@@ -32,7 +32,7 @@ from services.common.clock import SYSTEM_CLOCK
 from services.common.config import ConfigError
 from services.common.errors import Failure, Reason, Retry
 from services.common.rpc_errors import from_rpc_error
-from services.common.rpc_server import MAX_MESSAGE_BYTES
+from services.common.rpc_server import FRAME_BYTES, MAX_MESSAGE_BYTES
 from services.common.tls import TlsFiles, channel_credentials, stamp
 
 DEFAULT_TIMEOUT_S: Final = 30.0
@@ -242,6 +242,8 @@ class StreamCall(Generic[RequestT, ResponseT]):
     async def _end(self, error: Exception) -> Failure:
         """Returns why the call is over, when a write came too late."""
         if isinstance(error, grpc.aio.AioRpcError):
+            if error.details() == _WRITTEN_TOO_LATE:
+                return Failure(Reason.BACKEND_LOST, "the peer has ended the stream")
             return from_rpc_error(error)
         code = await self._rpc.code()
         if code is grpc.StatusCode.OK:
@@ -307,6 +309,7 @@ def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[st
         ("grpc.initial_reconnect_backoff_ms", 100),
         ("grpc.min_reconnect_backoff_ms", 100),
         ("grpc.max_reconnect_backoff_ms", 1000),
+        ("grpc.http2.max_frame_size", FRAME_BYTES),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
         # Channels of one process to one address share no connection pool with each other by
@@ -315,6 +318,8 @@ def channel_options(max_message_bytes: int = MAX_MESSAGE_BYTES) -> list[tuple[st
     ]
 
 
+# What gRPC calls a write that meets the end of its call; the peer did not fail, it was done.
+_WRITTEN_TOO_LATE: Final = "Internal error from Core"
 _RNG: Final = random.Random()
 
 

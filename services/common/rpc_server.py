@@ -43,6 +43,7 @@ from services.common.tls import TlsFiles, server_credentials
 log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
+FRAME_BYTES: Final = 1 << 20
 # Health and reflection answer while everything else is refused.
 _ALWAYS_SERVED: Final = ("/grpc.health.v1.Health/", "/grpc.reflection.v1")
 
@@ -391,6 +392,8 @@ def _options(config: RpcServerConfig) -> list[tuple[str, int]]:
         # Clients ping every 2 s; the default minimum of 5 minutes would close them.
         ("grpc.http2.min_ping_interval_without_data_ms", 500),
         ("grpc.keepalive_permit_without_calls", 1),
+        # A prompt or a block in frames of 16 KiB, the default, costs more in frames than in bytes.
+        ("grpc.http2.max_frame_size", FRAME_BYTES),
         ("grpc.max_receive_message_length", config.max_message_bytes),
         ("grpc.max_send_message_length", config.max_message_bytes),
         ("grpc.so_reuseport", 0),  # a second process on the same port is an error, not a lottery

@@ -134,6 +134,7 @@ class Generation:
         self.hit = records.CacheHit()
         self._namespace = records.Namespace()
         self._subscription: Subscription | None = None
+        self._followed = EngineKind.PREFILL
         self._turn: asyncio.Future[Ended | Broken] | None = None
         self._incident = ""
         self._num_acked = 0
@@ -185,7 +186,7 @@ class Generation:
             actions = self.stream.on_failure(from_proto(event.failed), event.epoch)
         else:
             if event.WhichOneof("event") == "accepted":
-                self._sink.on_stage("accepted")
+                self._sink.on_stage(f"accepted by {self._followed.value}")
             actions = self.stream.on_event(event)
         for action in actions:
             if isinstance(action, Delivered):
@@ -316,6 +317,7 @@ class Generation:
 
     def _follow(self, kind: EngineKind, address: str, from_index: int) -> None:
         self._leave(abort=False)
+        self._followed = kind
         self._num_acked = from_index
         self._subscription = self._engines.hub.follow(kind, address, self._key(), from_index, self)
 

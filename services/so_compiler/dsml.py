@@ -9,7 +9,8 @@ r"""Grammar of tool calls as this model family writes them: tags around one spec
 
 D stands for the special token, matched by id: the same characters written with ordinary tokens are
 text (S-08, UR-07). Strict tools get exactly their parameters in declared order, values held to
-their schemas; other tools any parameters with any values.
+their schemas; other tools any parameters with any values. The parser copies a name to the JSON
+of the arguments as it stands up to the next blank, so a name is written as JSON, blanks escaped.
 Source: recipe.md, section 3.5 and 6.8; engine.md, section 5.
 """
 
@@ -21,10 +22,16 @@ from typing import Any, Final
 from services.common.errors import Failure, Reason
 from services.so_compiler.automaton import Budget
 from services.so_compiler.config import GrammarLimits
-from services.so_compiler.schema_check import check_document, resolve
+from services.so_compiler.schema_check import ENFORCED, check_document, parse_json, resolve
 
 # Any text up to the closing tag: the special token right behind "</" decides where it ends.
 _ANY_TEXT_CLOSE: Final = r"/(?s:.*)<\//"
+# What can hold a string to something, and what _text_value makes a rule of at a time.
+_STRING_KEYWORDS: Final = (
+    *("enum", "const", "anyOf", "allOf", "oneOf"),
+    *("pattern", "format", "minLength", "maxLength"),
+)
+_REF_KEYWORDS: Final = frozenset({"$ref", "$defs", "definitions"})
 _FORMAT_PATTERNS: Final = {
     "uuid": r"[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}",
     "ipv4": r"((25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])\.){3}"
@@ -67,13 +74,13 @@ class _Builder:
     def add_tool(self, index: int, function: dict[str, Any]) -> str:
         """Adds the rules of one tool; returns its rule's name."""
         name = f"invoke_{index}"
-        opening = _literal(f' invoke name="{function["name"]}">\n')
+        opening = literal(f' invoke name="{function["name"]}">\n')
         schema = function.get("parameters") or {}
         if function.get("strict"):
             body = self._strict_parameters(index, function["name"], schema)
         else:
             body = self._free_parameters()
-        closing = f'"\\n</" {self._d} {_literal(" invoke>")}'
+        closing = f'"\\n</" {self._d} {literal(" invoke>")}'
         self._rules.append(f"{name}: {self._d} {opening} {body} {closing}")
         return name
 
@@ -124,7 +131,7 @@ class _Builder:
         self, tool: int, index: int, key: str, value: Any, root: dict[str, Any], path: str
     ) -> str:
         rule = f"p_{tool}_{index}"
-        start = f"{self._d} " + _literal(f' parameter name="{key}" string="')
+        start = f"{self._d} " + literal(f' parameter name={_written_name(key)} string="')
         choices = []
         text = self._text_value(value, root, path)
         if text is not None:
@@ -138,31 +145,31 @@ class _Builder:
             self._rules.append(f"{rule}_json: %json {json.dumps(embedded, ensure_ascii=False)}")
             choices.append(f'"false\\">" {rule}_json "</"')
         self._rules.append(
-            f"{rule}: {start} ({' | '.join(choices)}) {self._d} {_literal(' parameter>')}"
+            f"{rule}: {start} ({' | '.join(choices)}) {self._d} {literal(' parameter>')}"
         )
         return rule
 
     def _text_value(self, value: Any, root: dict[str, Any], path: str) -> str | None:
         """Returns the rule of a raw string value with its closing "</", None if no string fits."""
-        node = _resolved(value, root)
+        node = _resolved(value, root, path)
         if node is True:
             return "ANY_TEXT"
         if not isinstance(node, dict):
             return None
+        types = node.get("type")
+        if types is not None and "string" not in (types if isinstance(types, list) else [types]):
+            return None
+        _check_text_keywords(node, path)
         constants = node.get("enum", [node["const"]] if "const" in node else None)
         if constants is not None:
             texts = [text for text in constants if isinstance(text, str)]
             if not texts:
                 return None
-            return "(" + " | ".join(_literal(text + "</") for text in texts) + ")"
+            return "(" + " | ".join(literal(text + "</") for text in texts) + ")"
         if "anyOf" in node:
             found = [self._text_value(branch, root, path) for branch in node["anyOf"]]
             texts = [text for text in found if text is not None]
             return "(" + " | ".join(texts) + ")" if texts else None
-        types = node.get("type")
-        names = types if isinstance(types, list) else [types]
-        if types is not None and "string" not in names:
-            return None
         pattern = node.get("pattern")
         if "format" in node and pattern is None:
             pattern = _FORMAT_PATTERNS.get(node["format"])
@@ -174,12 +181,6 @@ class _Builder:
                 )
             pattern = f"^{pattern}$"
         if "minLength" in node or "maxLength" in node:
-            if pattern is not None:
-                raise Failure(
-                    Reason.SCHEMA_UNSUPPORTED,
-                    f"{path}: a length and a pattern together are not supported",
-                    {"path": path},
-                )
             high = node.get("maxLength", "")
             return f"/(?s:.{{{node.get('minLength', 0)},{high}}})<\\//"
         if pattern is None:
@@ -193,7 +194,7 @@ def _parse_tools(source: str, limits: GrammarLimits) -> list[dict[str, Any]]:
             Reason.GRAMMAR_BUDGET, f"the tools take more than {limits.max_tools_bytes} bytes"
         )
     try:
-        tools = json.loads(source)
+        tools = parse_json(source)
         functions = [tool["function"] for tool in tools]
         names = [function["name"] for function in functions]
     except (ValueError, KeyError, TypeError, RecursionError):
@@ -205,10 +206,30 @@ def _parse_tools(source: str, limits: GrammarLimits) -> list[dict[str, Any]]:
     return functions
 
 
-def _resolved(value: Any, root: dict[str, Any]) -> Any:
+def _check_text_keywords(node: dict[str, Any], path: str) -> None:
+    """Refuses by name what would be lost: a raw text is held to one keyword, or to its lengths."""
+    found = [key for key in _STRING_KEYWORDS if key in node]
+    for key in ("allOf", "oneOf"):
+        if key in found:
+            raise _lost(path, key, "is not supported for text in tool parameters")
+    for key in found[1:]:
+        if found != ["minLength", "maxLength"]:
+            raise _lost(path, key, f"and {found[0]} together are not supported in tool parameters")
+
+
+def _lost(path: str, key: str, why: str) -> Failure:
+    at = f"{path}.{key}"
+    return Failure(Reason.SCHEMA_UNSUPPORTED, f"{at}: {key} {why}", {"path": at})
+
+
+def _resolved(value: Any, root: dict[str, Any], path: str = "") -> Any:
+    """Follows references. With a path, raises Failure for what stands beside one and is lost."""
     for _ in range(64):
         if not isinstance(value, dict) or "$ref" not in value:
             return value
+        beside = [key for key in value if key in ENFORCED and key not in _REF_KEYWORDS]
+        if path and beside:
+            raise _lost(path, beside[0], "beside $ref is not supported in tool parameters")
         value = resolve(root, value["$ref"])
     return value
 
@@ -224,7 +245,8 @@ def _without_strings(value: Any, root: dict[str, Any]) -> dict[str, Any] | None:
         if key in node:
             values = node["enum"] if key == "enum" else [node["const"]]
             rest = [item for item in values if not isinstance(item, str)]
-            return {"enum": rest} if rest else None
+            others = {name: item for name, item in node.items() if name != "const"}
+            return {**others, "enum": rest} if rest else None
     if "anyOf" in node:
         branches = [_without_strings(branch, root) for branch in node["anyOf"]]
         kept = [branch for branch in branches if branch is not None]
@@ -248,6 +270,11 @@ def _as_whole_match(pattern: str) -> str:
     return f"{start}({pattern}){end}".replace("\n", "\\n").replace("/", "\\/")
 
 
-def _literal(text: str) -> str:
-    """Returns a quoted Lark literal; JSON's escapes are Lark's."""
-    return json.dumps(text, ensure_ascii=False)
+def _written_name(key: str) -> str:
+    """Returns a parameter's name as its tag has it, quotes included."""
+    return json.dumps(key, ensure_ascii=False).replace(" ", "\\u0020")
+
+
+def literal(text: str) -> str:
+    """Returns a quoted Lark literal; JSON's escapes are Lark's, which takes no raw DEL."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")

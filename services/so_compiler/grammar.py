@@ -17,8 +17,8 @@ from pelagos.so_compiler.v1 import so_compiler_pb2 as pb
 from services.common.errors import Failure, Reason
 from services.so_compiler.automaton import Budget
 from services.so_compiler.config import GrammarLimits
-from services.so_compiler.dsml import tool_grammar
-from services.so_compiler.schema_check import check_pattern, check_schema
+from services.so_compiler.dsml import literal, tool_grammar
+from services.so_compiler.schema_check import check_pattern, check_schema, parse_json
 
 BACKEND: Final = "llguidance"
 BACKEND_VERSION: Final = str(llguidance.get_version().split()[0].partition("@")[2])
@@ -79,7 +79,7 @@ def _json_grammar(document: Any) -> str:
 
 def _choice_lark(source: str, limits: GrammarLimits) -> str:
     try:
-        choices = json.loads(source)
+        choices = parse_json(source)
     except (ValueError, RecursionError):
         choices = None
     if not isinstance(choices, list) or not all(isinstance(c, str) and c for c in choices):
@@ -88,7 +88,7 @@ def _choice_lark(source: str, limits: GrammarLimits) -> str:
         )
     if not choices or len(choices) > limits.max_choices:
         raise _over(f"a choice must have 1 to {limits.max_choices} strings")
-    return "start: " + " | ".join(json.dumps(c, ensure_ascii=False) for c in choices) + "\n"
+    return "start: " + " | ".join(literal(c) for c in choices) + "\n"
 
 
 def _validate(grammar: str, limits: GrammarLimits) -> list[str]:

@@ -74,10 +74,20 @@ def check_schema(
     if len(text.encode()) > limits.max_schema_bytes:
         raise _over(path, f"the schema is longer than {limits.max_schema_bytes} bytes")
     try:
-        document = json.loads(text)
+        document = parse_json(text)
     except (ValueError, RecursionError):
         raise _refused(path, "the schema is not JSON") from None
     return check_document(document, limits, budget, path)
+
+
+def parse_json(text: str) -> Any:
+    """Parses what can be written again: no half surrogate pairs, no NaN, no infinity.
+
+    Raises: ValueError, RecursionError.
+    """
+    document = json.loads(text)
+    json.dumps(document, ensure_ascii=False, allow_nan=False).encode()
+    return document
 
 
 def check_document(
@@ -135,7 +145,7 @@ def _check_node(at: str, node: Mapping[str, Any], limits: GrammarLimits) -> None
         )
     types = node.get("type", [])
     for name in types if isinstance(types, list) else [types]:
-        if name not in TYPES:
+        if not isinstance(name, str) or name not in TYPES:
             raise _refused(f"{at}.type", f"{json.dumps(name)[:64]} is not a type")
     if "enum" in node:
         values = node["enum"]
@@ -149,7 +159,8 @@ def _check_node(at: str, node: Mapping[str, Any], limits: GrammarLimits) -> None
             raise _refused(f"{at}.{key}", "must be a whole number from 0 on")
         if bound > limits.max_repeats:
             raise _over(f"{at}.{key}", f"is above {limits.max_repeats}")
-    if "format" in node and node["format"] not in FORMATS:
+    named = node.get("format")
+    if "format" in node and not (isinstance(named, str) and named in FORMATS):
         raise Failure(
             Reason.SCHEMA_UNSUPPORTED,
             f"{at}.format: format {json.dumps(node['format'])[:64]} is not supported",
@@ -181,13 +192,14 @@ def _kinds(branch: Any) -> set[str] | None:
         return None
     if "const" in branch:
         return {"const:" + json.dumps(branch["const"], sort_keys=True)}
-    if "enum" in branch:
+    if isinstance(branch.get("enum"), list):
         return {"const:" + json.dumps(value, sort_keys=True) for value in branch["enum"]}
     types = branch.get("type")
-    names = set(types) if isinstance(types, list) else {types} if isinstance(types, str) else None
-    if names and "number" in names:
+    listed = types if isinstance(types, list) else [types]
+    names = {name for name in listed if isinstance(name, str)}
+    if "number" in names:
         names.add("integer")
-    return names
+    return names or None
 
 
 def _check_patterns(

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from services.entrypoint import chat, explain
+from services.entrypoint.chat_stream import Reply, events_of
 from services.entrypoint.command_line import Target, UsageError, find_target, parse_flags
 from services.entrypoint.tests.stack import running_stack, text_of
 
@@ -75,4 +76,4 @@ def test_an_error_in_the_stream_is_not_an_answer() -> None:
         b'data: {"error":{"message":"lost"}}',
     ]
     with pytest.raises(UsageError, match="lost"):
-        list(chat.deltas(lines))
+        list(events_of(lines, Reply()))

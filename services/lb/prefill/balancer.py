@@ -43,7 +43,7 @@ class PrefillBalancer:
         self._waiting_key: dict[str, str] = {}  # request id -> its newest attempt that waits
         self._engines: dict[str, Engine] = {}
         self._table = LaneTable(self._num_buckets, config.min_per_bucket, config.max_moves)
-        self._leaders = PrefixLeaders()
+        self._leaders = PrefixLeaders(config.min_follow_tokens)
         self._outliers = OutlierTable(config.outlier)
         self._arrivals = itertools.count()
         self._deadlines: list[tuple[float, str]] = []
@@ -55,7 +55,6 @@ class PrefillBalancer:
         self._hand_out_from_s = now_s + config.rebuild_s
         self._engines_seen_s = now_s
         self._blocked_since: dict[int, float] = {}
-        self._freed: list[str] = []  # followers that the event at hand lets go
         self.counters = Counters()
 
     # -- what the shell asks
@@ -197,14 +196,13 @@ class PrefillBalancer:
 
     def _enqueue_or_follow(self, item: Item, now_s: float) -> list[Action]:
         work = item.work
-        following = False
+        following, freed = False, list[str]()
         if self._config.follow_prefixes:
-            freed = self._leaders.probe_returned(work.request_id, work.prefix_key)
-            if work.prefix_key:
-                following = self._leaders.join(work.key, work.request_id, work.prefix_key)
-            actions: list[Action] = [self._send_to_rematch(key, now_s) for key in freed]
-        else:
-            actions = []
+            num_missing = work.num_tokens - work.num_present
+            following, freed = self._leaders.join(
+                work.key, work.request_id, work.prefix_key, num_missing, now_s
+            )
+        actions: list[Action] = [self._send_to_rematch(key, now_s) for key in freed]
         if following:
             self.counters.followed += 1
         else:
@@ -349,7 +347,7 @@ class PrefillBalancer:
             self._outliers.on_failure(event.engine_id, now_s)
         else:
             self._outliers.on_success(event.engine_id)
-        self._freed += self._leaders.ended(key, event.committed, now_s + self._config.probe_delay_s)
+        self._leaders.ended(key, event.committed, now_s, self._config.probe_delay_s)
         return actions
 
     def _lose(self, engine_id: str, now_s: float) -> None:
@@ -362,7 +360,7 @@ class PrefillBalancer:
             self.counters.requeued += 1
         for key in engine.accepted:
             self._accepted.pop(key, None)
-            self._freed += self._leaders.ended(key, False, now_s)
+            self._leaders.ended(key, False, now_s, 0.0)
         # The answer "this engine has it" is void now; the places stay.
         for request_id, ended in self._ended.items():
             if ended.assigned is not None and ended.assigned.engine_id == engine_id:
@@ -436,13 +434,15 @@ class PrefillBalancer:
         self._queues[item.bucket].push(item.work.key, item.place, item.cost_ns)
 
     def _release_followers(self, now_s: float) -> list[Action]:
-        keys, self._freed = self._freed, []
-        keys = keys + self._leaders.due(now_s, self._config.probe_timeout_s)
+        probes, keys = self._leaders.due(now_s, self._config.probe_timeout_s)
+        for probe in probes:
+            if probe.key in self._items:
+                self._leaders.probe_left(probe, self._items[probe.key].work.request_id)
+                keys.append(probe.key)
         return [self._send_to_rematch(key, now_s) for key in keys if key in self._items]
 
     def _send_to_rematch(self, key: str, now_s: float) -> Action:
         item = self._items[key]
-        self._leaders.probe_left(key, item.work.request_id, item.work.prefix_key)
         self._remove(item, now_s, None)
         self.counters.rematched += 1
         return ev.Rematch(key)
@@ -451,7 +451,7 @@ class PrefillBalancer:
         self, item: Item, now_s: float, assigned: ev.Assign | None, ends_prefix: bool = True
     ) -> None:
         if ends_prefix:
-            self._freed += self._leaders.ended(item.work.key, False, now_s)
+            self._leaders.ended(item.work.key, False, now_s, 0.0)
         self._remove(item, now_s, assigned)
 
     def _remove(self, item: Item, now_s: float, assigned: ev.Assign | None) -> None:

@@ -126,7 +126,7 @@ class PullSession(Protocol):
     def finished(
         self, key: records.RequestKey, committed: bool = False, engine_fault: bool = False
     ) -> None:
-        """Tells that a request is over. `committed`: its prompt's blocks can be hit now."""
+        """Tells that a request is over. `committed`: its blocks are on their way."""
         ...
 
     def __aiter__(self) -> AsyncIterator[Command]: ...

@@ -17,7 +17,6 @@ class PrefillLbConfig:
     listen: str = "127.0.0.1:7301"
     shard: str = ""  # names the part of the engine pool; each shard has its own leader
     tick_s: float = 0.05  # how often deadlines and rounds are looked at
-    min_follow_tokens: int = 2_048  # shorter cold prefixes are not worth waiting for
     max_commands: int = 4_096  # unsent commands of one engine; more, and its call ends
     rules: BalancerConfig = field(default_factory=BalancerConfig)
     # Until lb/cost/<engine type> in the store says better.
@@ -27,7 +26,7 @@ class PrefillLbConfig:
     def __post_init__(self) -> None:
         rules = self.rules
         require(self.tick_s > 0, "tick_s must be above 0")
-        require(self.min_follow_tokens > 0, "min_follow_tokens must be above 0")
+        require(rules.min_follow_tokens > 0, "rules.min_follow_tokens must be above 0")
         require(self.max_commands > 0, "max_commands must be above 0")
         require(
             list(rules.bucket_bounds) == sorted(set(rules.bucket_bounds)),

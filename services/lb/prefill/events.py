@@ -94,7 +94,7 @@ class EngineRejected:
 
 @dataclass(frozen=True)
 class EngineFinished:
-    """The engine is done with a request. `committed`: its prompt's blocks can be hit."""
+    """The engine is done with a request. `committed`: its blocks are on their way."""
 
     engine_id: str
     boot_id: str

@@ -33,13 +33,13 @@ class FakePrefillLb:
         self,
         rules: BalancerConfig | None = None,
         cost_model: CostModel | None = None,
-        min_follow_tokens: int = 2_048,
         clock: Clock = SYSTEM_CLOCK,
     ) -> None:
         self._clock = clock
-        self._min_follow_tokens = min_follow_tokens
         self._cost_model = cost_model or CostModel()
-        self.hub = PrefillHub(rules or BalancerConfig(rebuild_s=0.0), clock, self._cost_model)
+        rules = rules or BalancerConfig(rebuild_s=0.0)
+        self._min_follow_tokens = rules.min_follow_tokens
+        self.hub = PrefillHub(rules, clock, self._cost_model)
         self._ticks: asyncio.Task[None] | None = None
 
     async def __aenter__(self) -> FakePrefillLb:

@@ -69,7 +69,7 @@ class PrefillLbServicer(rpc.PrefillLbServiceServicer):
     async def Submit(self, request: pb.SubmitRequest, context: Any) -> AsyncIterator[Any]:
         self._require()
         spec = request.spec
-        work = wire.work_of(spec, self._clock, self._config.min_follow_tokens)
+        work = wire.work_of(spec, self._clock, self._config.rules.min_follow_tokens)
         wait = tracing.start_span(
             "prefill_lb.queue_wait",
             {"pelagos.request_id": spec.key.request_id, "pelagos.num_tokens": work.num_tokens},

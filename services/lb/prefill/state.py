@@ -31,6 +31,7 @@ class BalancerConfig:
     rebuild_s: float = 1.0  # a new leader hands nothing out before the engines have reported
     max_offers: int = 3  # engines that may refuse a request before it fails
     follow_prefixes: bool = True
+    min_follow_tokens: int = 2_048  # shorter cold prefixes are not worth waiting for
     probe_delay_s: float = 0.25  # between a leader's end and asking the cache again
     probe_timeout_s: float = 1.0
     min_follow_s: float = 1.0  # floor of "twice the leader's predicted cost"

@@ -67,10 +67,12 @@ def work_of(spec: records.RequestSpec, clock: Clock, min_follow_tokens: int) -> 
 def prefix_key(
     block_keys: bytes, num_tokens: int, num_present: int, min_follow_tokens: int
 ) -> bytes:
-    """Returns the key of the block that ends `min_follow_tokens` into the cold part; b"" for none.
+    """Returns the key of a block that ends `min_follow_tokens` or more into the cold part; or b"".
 
     Equal keys mean equal tokens up to there, since keys are chained: only prompts that share that
-    much follow each other. The block size is the power of two that fits length and block count.
+    much follow each other. Of two equal prompts that hit a little more and a little less of what
+    is being written, both should get the same key: so it is the next block at a multiple of half
+    as many tokens, or the last one. The block size is the power of two that fits length and count.
     """
     num_blocks = len(block_keys) // _KEY_BYTES
     if not num_blocks or num_tokens - num_present < min_follow_tokens:
@@ -78,8 +80,10 @@ def prefix_key(
     block = 1 << ((num_tokens // num_blocks).bit_length() - 1)
     if num_tokens // block != num_blocks:
         return b""
-    index = -(-(num_present + min_follow_tokens) // block) - 1
-    if index >= num_blocks:
+    least = num_present + min_follow_tokens
+    step = max(block, min_follow_tokens // 2)
+    index = min(-(-least // step) * step // block, num_blocks) - 1
+    if (index + 1) * block < least:
         return b""
     return block_keys[index * _KEY_BYTES : (index + 1) * _KEY_BYTES]
 

@@ -292,3 +292,106 @@ def test_a_keyword_that_a_strict_tool_would_lose_is_refused_by_name() -> None:
     with pytest.raises(Failure) as caught:
         compile_tools([bad])
     assert caught.value.metadata["path"] == "tools.f.parameters.properties.a.uniqueItems"
+
+
+def parameters_of(**properties: Any) -> dict[str, Any]:
+    return {"type": "object", "properties": properties, "$defs": {"d": {"type": "string"}}}
+
+
+@pytest.mark.parametrize(
+    ("value", "lost"),
+    [
+        ({"type": "string", "allOf": [{"minLength": 3}]}, "allOf"),
+        ({"allOf": [{"type": "string"}]}, "allOf"),
+        ({"oneOf": [{"type": "string"}, {"type": "null"}]}, "oneOf"),
+        ({"type": "string", "enum": ["a", "bc"], "minLength": 2}, "minLength"),
+        ({"type": "string", "enum": ["a"], "pattern": "b"}, "pattern"),
+        ({"type": "string", "const": "a", "format": "uuid"}, "format"),
+        ({"type": "string", "pattern": "^a", "format": "uuid"}, "format"),
+        ({"type": "string", "pattern": "^a", "maxLength": 3}, "maxLength"),
+        ({"type": "string", "anyOf": [{"minLength": 2}, {"const": ""}], "pattern": "a"}, "pattern"),
+        ({"$ref": "#/$defs/d", "minLength": 2}, "minLength"),
+    ],
+)
+def test_s_06_a_keyword_that_raw_text_cannot_be_held_to_is_refused_by_name(
+    value: dict[str, Any], lost: str
+) -> None:
+    for wrapped in (value, {"anyOf": [value, {"type": "null"}]}):
+        with pytest.raises(Failure) as caught:
+            compile_tools([tool("f", parameters_of(a=wrapped))])
+        assert caught.value.reason is Reason.SCHEMA_UNSUPPORTED
+        assert caught.value.metadata["path"] == f"tools.f.parameters.properties.a.{lost}"
+        assert lost in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("value", "text", "good"),
+    [
+        ({"type": "integer", "enum": [1, 2, "a"]}, 'true">a', False),
+        ({"type": "integer", "enum": [1, 2, "a"]}, 'false">2', True),
+        ({"type": "integer", "enum": [1, 2], "minimum": 2}, 'false">1', False),
+        ({"type": ["string", "null"], "enum": ["a", None]}, 'true">a', True),
+        ({"type": ["string", "null"], "enum": ["a", None]}, 'true">b', False),
+        ({"type": ["string", "null"], "enum": ["a", None]}, 'false">null', True),
+        ({"type": "string", "minLength": 2, "maxLength": 3}, 'true">abc', True),
+        ({"type": "string", "minLength": 2, "maxLength": 3}, 'true">a', False),
+        ({"type": "array", "items": {"type": "null"}, "maxItems": 1}, 'false">[null,null]', False),
+    ],
+)
+def test_the_keywords_of_a_strict_parameter_hold_together(
+    value: dict[str, Any], text: str, good: bool
+) -> None:
+    grammar = compile_tools([tool("f", parameters_of(a=value))], required=True)
+    call = f'<¶ invoke name="f">\n<¶ parameter name="a" string="{text}</¶ parameter>\n</¶ invoke>'
+    assert accepts(grammar, ids(call + "\n</¶ calls>")) is good
+
+
+@pytest.mark.parametrize(
+    "key", ["\0", "a\x01b", "\n", "\x1f", "\x7f", "\x80", '"', "\\", "a b", "", "\u2028", "漢"]
+)
+def test_a_key_of_any_characters_is_written_so_that_the_arguments_are_json(key: str) -> None:
+    schema = {**_OBJECT, "properties": {key: {"type": "string"}}, "required": [key]}
+    grammar = compile_tools([tool("f", schema)], required=True)
+    # The parser copies the name, with its quotes, up to the next blank.
+    name = json.dumps(key, ensure_ascii=False).replace(" ", "\\u0020")
+    assert json.loads(name) == key
+    call = f'<¶ invoke name="f">\n<¶ parameter name={name} string="true">x</¶ parameter>'
+    assert accepts(grammar, ids(call + "\n</¶ invoke>\n</¶ calls>"))
+    if name != f'"{key}"':
+        raw = call.replace(name, f'"{key}"')
+        assert not accepts(grammar, ids(raw + "\n</¶ invoke>\n</¶ calls>"))
+    grammar = compile_schema(schema)
+    assert accepts(grammar, list(json.dumps({key: "x"}, ensure_ascii=False).encode()))
+
+
+def test_constants_of_any_characters_are_matched() -> None:
+    for text in ("\0", "\x7f", "a\nb", '"', "\\"):
+        schema = parameters_of(a={"type": "string", "enum": [text]})
+        grammar = compile_tools([tool("f", schema)], required=True)
+        call = f'<¶ invoke name="f">\n<¶ parameter name="a" string="true">{text}</¶ parameter>'
+        assert accepts(grammar, ids(call + "\n</¶ invoke>\n</¶ calls>"))
+        choice = build_grammar(pb.GRAMMAR_TYPE_CHOICE, json.dumps([text]), {}, LIMITS).data
+        assert accepts(choice, list(text.encode()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        (pb.GRAMMAR_TYPE_JSON_SCHEMA, '{"enum": ["\\ud800"]}'),
+        (pb.GRAMMAR_TYPE_JSON_SCHEMA, '{"type": "object", "properties": {"\\udfff": {}}}'),
+        (pb.GRAMMAR_TYPE_JSON_SCHEMA, '{"const": NaN}'),
+        (pb.GRAMMAR_TYPE_JSON_SCHEMA, '{"minimum": 1e400}'),
+        (pb.GRAMMAR_TYPE_JSON_SCHEMA, '{"type": {"a": 1}}'),
+        (pb.GRAMMAR_TYPE_JSON_SCHEMA, '{"type": [["string"]]}'),
+        (pb.GRAMMAR_TYPE_JSON_SCHEMA, '{"format": ["uuid"]}'),
+        (pb.GRAMMAR_TYPE_JSON_SCHEMA, '{"format": {}}'),
+        (pb.GRAMMAR_TYPE_JSON_SCHEMA, '{"oneOf": [{"enum": 1}, {"type": "null"}]}'),
+        (pb.GRAMMAR_TYPE_JSON_SCHEMA, '{"oneOf": [{"type": [{}]}, {"type": "null"}]}'),
+        (pb.GRAMMAR_TYPE_CHOICE, '["\\ud800"]'),
+        (pb.GRAMMAR_TYPE_TOOL_CALL, '[{"type": "function", "function": {"name": "\\ud800"}}]'),
+    ],
+)
+def test_what_no_schema_can_be_is_refused_and_is_no_fault_of_ours(kind: int, source: str) -> None:
+    with pytest.raises(Failure) as caught:
+        build_grammar(kind, source, {"Dsml": DSML_ID}, LIMITS)
+    assert caught.value.reason is Reason.SCHEMA_UNSUPPORTED

@@ -440,14 +440,56 @@ def test_p_35_ur_46_one_request_computes_a_cold_prefix_and_the_rest_follow():
     assert bench.balancer.census()["following"] == 63
     assert bench.balancer.counters.offers == 1
     bench.accept("r0", "e1")
-    released = of(bench.finish("r0", "e1", committed=True), ev.Rematch)
-    assert [a.key for a in released] == [f"r{i}" for i in range(1, 64)]
-    # They hit now: other blocks are missing, nobody follows, arrival order holds.
+    assert of(bench.finish("r0", "e1", committed=True), ev.Rematch) == []
+    # The blocks are on their way: one asks for all.
+    assert [a.key for a in of(bench.tick(0.05), ev.Rematch)] == ["r1"]
     bench.lose("e1")
-    for index in reversed(range(1, 64)):
-        bench.submit(f"r{index}", num_tokens=5_000, num_present=4_800, prefix_key=b"")
+    hit = {"num_tokens": 5_000, "num_present": 4_800, "prefix_key": b""}
+    released = of(bench.submit("r1", **hit), ev.Rematch)
+    assert [a.key for a in released] == [f"r{i}" for i in range(2, 64)]
+    # They hit now: other blocks are missing, nobody follows, arrival order holds.
+    for index in reversed(range(2, 64)):
+        bench.submit(f"r{index}", **hit)
     assert [key for key, _ in offers(bench.join("e2"))] == [f"r{i}" for i in range(1, 64)]
     assert bench.balancer.census()["leaders"] == 0
+
+
+def test_p_35_promised_blocks_are_asked_for_again_before_anyone_computes_them():
+    bench = Bench()
+    bench.join("e1")
+    prefix_burst(bench, 24)
+    bench.accept("r0", "e1")
+    bench.finish("r0", "e1", committed=True)
+    for delay_s in (0.05, 0.1, 0.2, 0.4, 0.8, 1.6):
+        assert bench.balancer.counters.offers == 1
+        assert of(bench.tick(delay_s / 2), ev.Rematch) == []
+        assert [a.key for a in of(bench.tick(delay_s / 2 + 0.001), ev.Rematch)] == ["r1"]
+        bench.capacity("e1")
+        missed = bench.submit("r1", num_tokens=5_000, prefix_key=b"cold")
+    # The promise was broken: the one that asked computes them, and the others go on waiting.
+    assert offers(missed) == [("r1", "e1")]
+    assert bench.balancer.census()["following"] == 22
+    assert bench.balancer.counters.offers == 2
+
+
+def test_p_35_a_hit_shorter_than_what_was_promised_is_waited_for_until_it_stops_growing():
+    bench = Bench()
+    bench.join("e1")
+    prefix_burst(bench, 4)  # each misses 5,000 tokens
+    bench.accept("r0", "e1")
+    bench.finish("r0", "e1", committed=True)
+    # Equal keys promise 2,048 tokens: below that it is waited for even where nothing has come;
+    # beyond, until two answers in a row are the same.
+    for delay_s, num_present in ((0.05, 256), (0.1, 256), (0.2, 256), (0.4, 2_304), (0.8, 2_304)):
+        assert [a.key for a in of(bench.tick(delay_s + 0.001), ev.Rematch)] == ["r1"]
+        bench.capacity("e1")
+        submitted = bench.submit("r1", num_tokens=5_000, num_present=num_present, prefix_key=b"b")
+        assert offers(submitted) == []
+    assert [a.key for a in of(bench.tick(1.601), ev.Rematch)] == ["r1"]
+    bench.capacity("e1")
+    done = bench.submit("r1", num_tokens=5_000, num_present=2_304, prefix_key=b"b")
+    assert offers(done) == [("r1", "e1")]
+    assert [a.key for a in of(done, ev.Rematch)] == ["r2", "r3"]
 
 
 def test_p_35_when_blocks_are_not_yet_visible_one_follower_asks_for_all():
@@ -460,6 +502,26 @@ def test_p_35_when_blocks_are_not_yet_visible_one_follower_asks_for_all():
     actions = bench.submit("r1", num_tokens=5_000, num_present=4_000, prefix_key=b"next")
     assert [a.key for a in of(actions, ev.Rematch)] == ["r2", "r3"]
     assert offers(actions) == [("r1", "e1")]
+
+
+def test_p_35_a_request_with_an_answer_from_before_the_hit_asks_again_before_it_leads():
+    bench = Bench(probe_delay_s=0.25)
+    bench.join("e1")
+    prefix_burst(bench, 2)
+    bench.accept("r0", "e1")
+    bench.finish("r0", "e1")
+    bench.tick(0.25)
+    bench.submit("r1", num_tokens=5_000, num_present=5_000)  # it hits: the group is gone
+    bench.accept("r1", "e1")
+    bench.finish("r1", "e1")
+    # These asked the cache before the leader's blocks were there, and come only now.
+    late = [bench.submit(f"late{i}", num_tokens=5_000, prefix_key=b"cold") for i in range(3)]
+    assert [offers(actions) for actions in late] == [[], [], []]
+    asked = [a.key for a in of([*late[0], *late[1], *late[2], *bench.tick(0.01)], ev.Rematch)]
+    assert asked == ["late0"]
+    # Evicted meanwhile: it leads, and is not asked a second time.
+    assert offers(bench.submit("late0", num_tokens=5_000, prefix_key=b"cold")) == [("late0", "e1")]
+    assert bench.balancer.census()["following"] == 2
 
 
 def test_p_35_followers_survive_the_leaders_death():
