@@ -113,6 +113,41 @@ async def test_a_refusal_has_its_reason_and_the_apis_body(recipe, request_, reas
     assert body["error"]["message"] == refused.value.message
 
 
+@pytest.mark.parametrize("quoted", ["m" * 20_000, "漢字" * 9_000, '"\\\n' * 30_000])
+async def test_a_refusal_that_quotes_much_keeps_its_reason_and_the_apis_shape(recipe, quoted):
+    request = pb.EncodeRequest(
+        protocol=pb.PROTOCOL_CHAT,
+        body=json.dumps({"model": quoted, "messages": [{"role": "user", "content": "x"}]}).encode(),
+    )
+    with pytest.raises(Failure) as refused:
+        await recipe.encode(request)
+    assert refused.value.reason is Reason.INVALID_REQUEST
+    body = refused.value.metadata[BODY_KEY]
+    error = json.loads(body)["error"]
+    assert error["message"] == refused.value.message
+    assert error["type"] == error["code"] == "invalid_request_error"
+    assert quoted[:100] in error["message"]
+    assert "characters) …" in error["message"]
+
+
+async def test_ur_66_the_constraint_of_a_strict_schema_keeps_every_keyword(recipe):
+    schema = {
+        "type": "object",
+        "properties": {"a": {"type": "string", "minLength": 3, "minimun": 1}},
+        "required": ["a"],
+    }
+    enforced = {**schema["properties"]["a"]}
+    tool = {"name": "f", "parameters": schema, "strict": True}
+    tools = await recipe.encode(chat(tools=[{"type": "function", "function": tool}]))
+    (declared,) = json.loads(tools.constraint_schema)
+    assert declared["function"]["parameters"]["properties"]["a"] == enforced
+    json_schema = {"name": "n", "schema": schema, "strict": True}
+    answer = await recipe.encode(
+        chat(response_format={"type": "json_schema", "json_schema": json_schema})
+    )
+    assert json.loads(answer.constraint_schema)["properties"]["a"] == enforced
+
+
 async def test_an_unknown_tokenizer_is_not_found(recipe):
     for call in (
         recipe.encode(pb.EncodeRequest(protocol=pb.PROTOCOL_CHAT, tokenizer="none")),
@@ -245,3 +280,44 @@ async def test_logprobs_travel_to_the_events(recipe):
     (result,) = results
     assert b'"logprob":-0.5' in result.sse
     assert b'"top_logprobs":[{' in result.sse
+
+
+async def test_a_message_with_nothing_to_say_is_answered_too(recipe):
+    encoded = await recipe.encode(chat(stream=True))
+    async with recipe.parse() as parsing, asyncio.timeout(20):
+        assert await parsing.step([]) == []
+        assert await parsing.step([tokens(5, 300), pb.ParseItem(stream_id=5, discard=True)]) == []
+        assert await parsing.step([opened(1, encoded)]) == []
+        (result,) = await parsing.step([tokens(1, 128822, 2000)])
+        assert result.sse
+
+
+async def test_what_would_not_fit_an_answer_is_refused_before_it_is_made(recipe):
+    for call in (
+        recipe.tokenize(pb.TokenizeRequest(text="é" * (16 << 20) + "x")),
+        recipe.detokenize(pb.DetokenizeRequest(token_ids=b"\1\0\0\0" * 1_000_001)),
+    ):
+        with pytest.raises(Failure) as refused:
+            await call
+        assert refused.value.reason is Reason.BODY_TOO_LARGE
+    for name in ("n" * 100_000, "\0", "\n" * 20_000):
+        with pytest.raises(Failure) as refused:
+            await recipe.tokenize(pb.TokenizeRequest(text="x", tokenizer=name))
+        assert refused.value.reason is Reason.NOT_FOUND
+
+
+async def test_a_call_that_is_left_frees_its_streams_and_the_next_works():
+    async with running("recipe", RecipeConfig(listen="127.0.0.1:0"), recipe_main.build) as runtime:
+        recipe = RecipeClient(runtime.channels, runtime.address)
+        encoded = await recipe.encode(chat(stream=True))
+        encoding = asyncio.create_task(recipe.encode(chat("word " * 400_000)))
+        async with recipe.parse() as parsing:
+            await parsing.step([opened(number, encoded) for number in range(50)])
+            assert runtime.census.snapshot()["recipe"]["streams"] == 50
+        encoding.cancel()
+        for _ in range(1_000):
+            if not runtime.census.snapshot()["recipe"]["streams"]:
+                break
+            await asyncio.sleep(0.01)
+        assert runtime.census.snapshot()["recipe"]["streams"] == 0
+        assert (await recipe.encode(chat())).token_ids

@@ -11,7 +11,7 @@ from pelagos.so_compiler.v1 import so_compiler_pb2 as pb
 from services.common.errors import Failure, Reason
 from services.common.service import running
 from services.so_compiler.client import SoCompiler, SoCompilerClient
-from services.so_compiler.config import SoCompilerConfig
+from services.so_compiler.config import GrammarLimits, SoCompilerConfig
 from services.so_compiler.fake import FakeSoCompiler
 from services.so_compiler.main import build
 
@@ -23,7 +23,9 @@ async def _fake() -> AsyncIterator[tuple[SoCompiler, str]]:
 
 @asynccontextmanager
 async def _real() -> AsyncIterator[tuple[SoCompiler, str]]:
-    config = SoCompilerConfig(listen="127.0.0.1:0")
+    # The budget of steps is what is tested; a busy machine must not end a compile by the clock.
+    limits = GrammarLimits(cpu_s=60.0, wall_s=60.0)
+    config = SoCompilerConfig(listen="127.0.0.1:0", grammar=limits)
     async with running("so-compiler", config, build) as runtime:
         yield SoCompilerClient(runtime.channels), runtime.address
 

@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -34,10 +35,11 @@ async def peer(tmp_path: Path) -> AsyncIterator[tuple[asyncio.subprocess.Process
                 await asyncio.sleep(0.02)
         yield process, json.loads(ready_file.read_text())["address"]
     finally:
-        if process.returncode is None:
-            os.kill(process.pid, signal.SIGCONT)
+        # One that was killed may be gone before the event loop has heard of it.
+        with suppress(ProcessLookupError):
+            process.send_signal(signal.SIGCONT)
             process.kill()
-            await process.wait()
+        await process.wait()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])

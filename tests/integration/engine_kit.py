@@ -146,6 +146,7 @@ async def cluster(
     prefills: int = 1,
     decodes: int = 1,
     with_store: bool = False,
+    payload_bytes: int = 4096,
     sim: dict[str, Any] | None = None,
     prefill: dict[str, Any] | None = None,
     decode: dict[str, Any] | None = None,
@@ -160,7 +161,10 @@ async def cluster(
         stack,
         channels,
         prefill_config=replace(
-            PrefillConfig(model=model(**sim or {}), num_blocks=300, runtime=runtime),
+            # A machine that is slow to answer is no part of what is tested with this.
+            PrefillConfig(
+                model=model(**sim or {}), num_blocks=300, runtime=runtime, load_base_s=30.0
+            ),
             **prefill or {},
         ),
         decode_config=replace(
@@ -177,7 +181,7 @@ async def cluster(
                 dir=tmp_path / "kv",
                 capacity_bytes=64 << 20,
                 segment_bytes=4 << 20,
-                payload_bytes=4096,
+                payload_bytes=payload_bytes,
                 runtime=runtime,
             )
             await stack.enter_async_context(running("store", config, build_store, store=store))

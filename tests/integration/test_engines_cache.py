@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 from pelagos.engine.v1 import records_pb2 as pb
 
 from services.common.errors import Failure, Reason
+from services.common.shm_ring import PREFIX, SHM_FOLDER, SlotRing
 from services.engine.keys import chain
 from tests.integration.engine_kit import (
     ROOT,
@@ -138,3 +141,56 @@ async def test_no_store_policy_stores_nothing(tmp_path):
         await nothing_held(found)
         counts = found.decodes[0].core.persister.counts
         assert (counts.persisted, counts.dropped) == (0, 0)
+
+
+def ring_files() -> set[str]:
+    return {path.name for path in SHM_FOLDER.glob(f"{PREFIX}*-put-*")} | {
+        path.name for path in SHM_FOLDER.glob(f"{PREFIX}*-fetch-*")
+    }
+
+
+def ring_blocks(engine) -> int:
+    text = engine.runtime.metrics.render().decode()
+    (value,) = re.findall(r"^pelagos_\w+_ring_blocks(?:{.*})? ([\d.]+)$", text, re.MULTILINE)
+    return int(float(value))
+
+
+@pytest.mark.parametrize("slots", [32, 4, 0])
+async def test_blocks_of_one_machine_go_by_shared_memory_both_ways(tmp_path, slots):
+    ids, before = prompt_ids(200), ring_files()
+    rings = {"store_ring_blocks": slots}
+    async with cluster(tmp_path, with_store=True, prefill=rings, decode=rings) as found:
+        first = await stored_prompt(found, ids)
+        (prefill,), (decode,) = found.prefills, found.decodes
+        assert (ring_blocks(decode) > 0) == (slots > 0)
+        again = await ask(found, with_hit(spec("again", ids, max_tokens=40), 176, found))
+        assert again.token_ids == first.token_ids
+        # More blocks than slots come in several fetches.
+        assert again.event.finished.usage.cached_tokens == 160
+        assert ring_blocks(prefill) == (11 if slots else 0)
+        await nothing_held(found)
+    assert ring_files() == before
+
+
+async def test_without_room_for_a_ring_blocks_go_by_the_rpc(tmp_path, monkeypatch):
+    def no_room(*_, **__):
+        raise Failure(Reason.ENGINE_FULL, "no room for 1 bytes of shared memory")
+
+    monkeypatch.setattr(SlotRing, "create", no_room)
+    ids = prompt_ids(200)
+    async with cluster(tmp_path, with_store=True) as found:
+        first = await stored_prompt(found, ids)
+        again = await ask(found, with_hit(spec("again", ids, max_tokens=40), 176, found))
+        assert again.token_ids == first.token_ids
+        assert again.event.finished.usage.cached_tokens == 160
+
+
+async def test_a_store_that_sees_other_memory_gets_blocks_by_the_rpc(tmp_path, monkeypatch):
+    monkeypatch.setattr("services.kvstore.store.main.host_id", lambda: "another")
+    ids = prompt_ids(200)
+    async with cluster(tmp_path, with_store=True) as found:
+        first = await stored_prompt(found, ids)
+        again = await ask(found, with_hit(spec("again", ids, max_tokens=40), 176, found))
+        assert again.token_ids == first.token_ids
+        assert again.event.finished.usage.cached_tokens == 160
+        assert ring_blocks(found.prefills[0]) == ring_blocks(found.decodes[0]) == 0

@@ -196,6 +196,36 @@ async def test_an_export_that_nobody_takes_leaves_the_request_where_it_was(tmp_p
         assert (await task).token_ids == reference
 
 
+@pytest.mark.parametrize("where", ["another engine", "nobody", "nowhere"])
+async def test_an_export_whose_caller_leaves_pauses_no_request_for_good(tmp_path, where):
+    ids = prompt_ids(70)
+    async with cluster(tmp_path, decodes=2) as found:
+        reference = (await ask(found, spec("ref", ids, max_tokens=300))).token_ids
+        await nothing_held(found)
+        gate = Gate(*found.decodes)
+        task = asyncio.create_task(ask(found, spec("r", ids, max_tokens=300)))
+        first, second = found.decodes
+        await eventually(lambda: first.core.num_running + second.core.num_running, "a start")
+        source, target = (first, second) if first.core.num_running else (second, first)
+        (_, sequence) = source.core.find(RequestKey("r"))
+        address = {"another engine": target.address, "nobody": "127.0.0.1:1", "nowhere": ""}[where]
+        export = asyncio.create_task(
+            DecodeClient(found.channels).export(source.address, RequestKey("r"), address)
+        )
+        await eventually(lambda: sequence.paused, "a pause")
+        export.cancel()
+        await asyncio.wait([export])
+        await asyncio.sleep(0.05)  # the server hears of it
+        gate.open()
+        answer = await task
+        if where == "nowhere":  # it ends here, to be continued by whoever asked
+            assert answer.event.finished.reason == pb.FINISH_REASON_PREEMPTED_RESUMABLE
+        else:
+            assert answer.token_ids == reference
+            assert source.core.num_moved == (where == "another engine")
+        await nothing_held(found)
+
+
 async def test_p_04_t20_a_drained_decode_hands_everything_over_with_its_kv(tmp_path):
     async with cluster(tmp_path, decodes=2) as found:
         prompts = {f"r{i}": prompt_ids(40 + 3 * i, seed=i) for i in range(8)}

@@ -51,7 +51,7 @@ async def with_compiler(found: Cluster):
                 so_compiler_pb2.CompileRequest(
                     type=so_compiler_pb2.GRAMMAR_TYPE_JSON_SCHEMA,
                     source=json.dumps(schema),
-                    tokenizer_id=found.prefill_config.model.tokenizer_id,
+                    tokenizer_id=found.prefill_config.model.vocabulary_id,
                 ),
             )
             return pb.GrammarRef(artifact_key=answer.artifact_key, address=runtime.address)

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from deploy.local import doctor, status, up
-from deploy.local.plan import StackConfig, plan, profile
+from deploy.local import doctor, model, status, up
+from deploy.local.plan import MODELS, StackConfig, plan, profile
 from deploy.local.process import ProcessState, StartFailed
 from deploy.local.stack import Stack, StackRunning, read_state
 from services.common.cli import SERVICES
@@ -22,6 +22,8 @@ from services.common.config import ConfigError, from_mapping
 from services.common.layout import Keys
 from services.common.store import StoreUnavailable
 from services.common.store_etcd import EtcdStore
+from services.engine.model.presets import TINY
+from services.engine.model.vocabulary import vocabulary_of
 
 KEPT = {"store", "decode-lb"}
 WITHOUT = tuple(name for name in SERVICES if name not in KEPT)
@@ -237,6 +239,53 @@ def test_a_plan_of_what_does_not_exist_is_refused() -> None:
     for wrong in ({"without": ["nobody"]}, {"num_prefill": -1}, {"num_entrypoints": 0}):
         with pytest.raises(ConfigError):
             from_mapping(StackConfig, wrong)
+
+
+def test_the_network_comes_alone_in_its_own_vocabulary_under_both_names(tmp_path: Path) -> None:
+    config = StackConfig(engine="torch", checkpoint=tmp_path / "mini", expert_ranks=2)
+    specs = {spec.name: spec for spec in plan(config)}
+    assert {"prefill", "decode", "encoder"} <= set(specs)
+    for name in ("prefill", "decode"):
+        assert "--model.torch.expert_ranks=2" in specs[name].flags
+        assert f"--model.torch.checkpoint={tmp_path / 'mini'}" in specs[name].flags
+        assert "--model.model_id=mini" in specs[name].flags
+    recipe = specs["recipe"].flags
+    assert f"--tokenizers=mini={tmp_path / 'mini' / 'tokenizer.json'}" in recipe
+    assert "--models=DeepSeek-V4.1-Flash=v4.1@mini,mini=v4.1@mini" in recipe
+    assert not specs["store"].flags[0].startswith("--model")
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({}, "holds no model"),
+        ({"config.json": "{}"}, "architectures"),
+        ({"config.json": None}, "has no tokenizer.json"),
+        ({"config.json": None, "tokenizer.json": "{}"}, "is no tokenizer file"),
+    ],
+)
+def test_a_folder_that_cannot_be_served_is_refused_before_anything_starts(
+    tmp_path: Path, monkeypatch, files: dict[str, str | None], said: str
+) -> None:
+    monkeypatch.setattr(model, "has_torch", lambda: True)
+    TINY.save(tmp_path)
+    for name in ("config.json", "tokenizer.json"):
+        text = files.get(name, "")
+        if text:
+            (tmp_path / name).write_text(text)
+        elif name not in files:
+            (tmp_path / name).unlink(missing_ok=True)
+    with pytest.raises(model.ModelUnfit, match=said):
+        model.check_model(tmp_path)
+
+
+def test_the_shipped_tokenizer_is_that_of_the_small_network(monkeypatch) -> None:
+    found = vocabulary_of(MODELS / "pelagos-mini")
+    assert found is not None
+    found.demand_fits(TINY)
+    monkeypatch.setattr(model, "has_torch", lambda: False)
+    with pytest.raises(model.ModelUnfit, match="make setup-engine"):
+        model.check_model(MODELS / "pelagos-mini")
 
 
 # ---- doctor and status --------------------------------------------------------------------------

@@ -62,6 +62,23 @@ def test_ur_66_an_unsupported_keyword_is_refused_by_name(shared_stack: Backgroun
         assert keyword in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("place", ["format", "tool"])
+def test_ur_66_a_keyword_that_a_strict_schema_would_lose_is_refused_with_its_path(
+    shared_stack: BackgroundStack, place: str
+) -> None:
+    for keyword, value in {"uniqueItems": True, "minimun": 3}.items():
+        items = {"type": "array", "items": {"type": "integer"}, keyword: value}
+        schema = {"type": "object", "properties": {"a\0": items}}
+        tool = {"name": "f", "parameters": schema, "strict": True}
+        fields = {
+            "format": chat_format(schema),
+            "tool": {"tools": [{"type": "function", "function": tool}]},
+        }
+        answer = send(shared_stack, CHAT, body_of(CHAT) | fields[place])
+        assert answer.status_code == 400, answer.text
+        assert f"properties.a\0.{keyword}" in answer.json()["error"]["message"]
+
+
 def test_ur_66_ur_68_a_schema_holds_for_whatever_the_model_wants_to_say(
     shared_stack: BackgroundStack, speech: Speech
 ) -> None:

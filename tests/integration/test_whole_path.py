@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -130,3 +131,26 @@ def test_the_examples_people_are_shown_name_a_model_that_is_served(shared_stack)
     assert UpConfig().model in names
     page = httpx.get(shared_stack.url, timeout=60).text
     assert any(f'"model": "{name}"' in page for name in names)
+
+
+def test_p_35_ur_46_equal_cold_prompts_at_once_are_computed_about_once(shared_stack, speech):
+    def burst() -> tuple[float, int]:
+        """Returns how often the prompt was computed in all, and how many hit (nearly) all of it."""
+        prompt = f"{uuid.uuid4()} " + "a long enough prompt to be waited for " * 700
+
+        def hit_and_length(request_id: str) -> tuple[int, int]:
+            usage = ask(shared_stack, request_id, prompt).json()["usage"]
+            return usage["prompt_cache_hit_tokens"], usage["prompt_tokens"]
+
+        with ThreadPoolExecutor(24) as pool:
+            answers = list(pool.map(hit_and_length, [speech.script("Done.") for _ in range(24)]))
+        whole = (answers[0][1] - 134) // 128 * 128
+        computed = sum(max(0, whole - hit) for hit, _ in answers)
+        return computed / whole, sum(hit >= whole - 128 for hit, _ in answers)
+
+    # One leads; those that asked while its blocks were on their way may have seen a part of them,
+    # and a machine that stands still for seconds may break the leader's promise. Not every time.
+    bursts: list[tuple[float, int]] = []
+    while len(bursts) < 3 and not any(times <= 4 and hits >= 20 for times, hits in bursts):
+        bursts.append(burst())
+    assert any(times <= 4 and hits >= 20 for times, hits in bursts), bursts
