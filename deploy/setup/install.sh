@@ -41,17 +41,17 @@ install_lock() { # name, lock file, what it loads
     echo "$want" >"$stamp"
 }
 
-install_lock core deploy/locks/core.lock "the light services and their tests (about 60 MB to load)"
+install_lock core deploy/locks/core.lock "the light services and their tests (about 100 MB to load)"
 if [ "$what" = engine ]; then
     install_lock engine deploy/locks/engine.lock "the engine extra: torch and kernel compilers (about 3 GB to load, 5.4 GB on disk)"
 fi
 
-# The package itself, editable, with both native crates.
-want=$(find services/*/codec services/*/native Cargo.toml Cargo.lock pyproject.toml -type f \
+# The package itself, editable, with its native crates.
+want=$(find services/*/codec services/*/native kernels/*/native Cargo.toml Cargo.lock pyproject.toml -type f \
     \( -name '*.rs' -o -name '*.toml' -o -name '*.lock' -o -name '*.json' \) -not -path '*/target/*' -print0 |
     sort -z | xargs -0 cat | sha256sum | cut -c1-16)
 if [ "$(cat "$stamps/package" 2>/dev/null || true)" != "$want" ] ||
-    ! .venv/bin/python -c 'import services.recipe._codec, services.kvstore._native' 2>/dev/null; then
+    ! .venv/bin/python -c 'import importlib.util as u; import services.recipe._codec, services.kvstore._native; assert u.find_spec("kernels.cpu._native")' 2>/dev/null; then
     say "building the native parts"
     uv pip install -q --no-deps --no-build-isolation --reinstall-package pelagos -e .
     echo "$want" >"$stamps/package"
