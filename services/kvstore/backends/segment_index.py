@@ -231,6 +231,14 @@ class SegmentIndex:
         self._set_places(ref, [])
         return bool(places)
 
+    def forget_in(self, name: str, ref: ShardRef) -> None:
+        """Leaves a shard out of one segment, and only there."""
+        for place in self.places(ref):
+            if place.segment == name:
+                self.segments[name].live.discard(ref)
+                self.segments[name].live_bytes -= padded(place.num_bytes)
+        self._set_places(ref, [p for p in self.places(ref) if p.segment != name])
+
     def bury(self, ref: ShardRef, writer: str) -> list[Place]:
         """Deletes a shard from a writer's segments for as long as they are there; returns where it
         was in them."""

@@ -60,7 +60,7 @@ class Ask(Protocol):
         ...
 
 
-ReadShard = Callable[[ShardRef], Awaitable[tuple[bytes | None, ReadStatus]]]
+Learn = Callable[[str], Awaitable[object]]
 
 
 class SegmentWriter:
@@ -72,13 +72,13 @@ class SegmentWriter:
         config: SegmentedConfig,
         index: si.SegmentIndex,
         ask: Ask,
-        read: ReadShard,
+        learn: Learn,
     ) -> None:
         self._medium = medium
         self._config = config
         self._index = index
         self._ask = ask
-        self._read = read
+        self._learn = learn
         self._open: tuple[str, list[bytes]] | None = None  # the growing segment and its headers
         self._deletes: tuple[str, int] | None = None  # the growing list and its length
         self._next_number = 1
@@ -98,15 +98,47 @@ class SegmentWriter:
             if segment is None:
                 continue
             if not segment.is_sealed:
-                for ref in sorted(segment.live):
-                    if (await self._read(ref))[1] is not ReadStatus.OK:
-                        self._index.forget(ref)
+                if not await self._forget_torn(name):
+                    continue
                 segment.is_sealed = True  # nobody writes it any more
             if not segment.live:
                 await self.remove(name)
         await self._rewrite_deletes([name for name in own if si.is_deletes(name)])
         for name in filter(si.is_erasures, own):
             await self._ask(self._medium.delete(name))
+
+    async def _forget_torn(self, name: str) -> bool:
+        """Forgets what cannot be read of a segment; False when it was taken away meanwhile.
+
+        Raises: StorageAway; what a storage that is away does not show is there all the same.
+        """
+        segment = self._index.segments[name]
+        for ref in sorted(segment.live):
+            try:
+                data = await self._read_in(name, ref)
+            except FileNotFoundError:
+                self._index.drop(name)
+                return False
+            if data is None:
+                self._index.forget_in(name, ref)
+        return True
+
+    async def _read_in(self, name: str, ref: ShardRef) -> bytes | None:
+        """Returns a shard as it lies in one segment; None when it cannot be read there.
+
+        Of another place where it lies too nobody knows how long it will be there.
+        Raises: FileNotFoundError when the segment is not there any more, StorageAway.
+        """
+        place = next((p for p in self._index.places(ref) if p.segment == name), None)
+        if place is None:
+            return None
+        try:
+            data = await self._ask(self._medium.read(name, place.offset, place.num_bytes))
+        except FileNotFoundError:
+            raise
+        except OSError:
+            return None  # as good as damaged
+        return data if check_shard(data, ref) is ReadStatus.OK else None
 
     def abandon(self, name: str = "") -> None:
         """Writes no more into the growing segment (of this name): what is in it is not known."""
@@ -269,34 +301,29 @@ class SegmentWriter:
             else:  # somebody else has it, under a name that the next look finds
                 self.lost += self._index.drop(name)
         late = copied & await self._heed()
-        if late:
-            await self.rewrite(sorted(self._index.holders(late)))
+        for name in sorted(self._index.holders(late)):
+            await self.erase_in(name)
 
     async def _copy_out(
         self, name: str, erased: Set[ShardRef], shards: list[tuple[ShardHeader, bytes]]
     ) -> bool:
         """Adds what is alive in a segment to `shards`; False when it was taken away meanwhile.
 
-        Each is read from this segment and from nowhere else: of another place where it lies too,
-        nobody knows how long it will be there, and what is not copied here goes with the segment.
+        What is not copied here goes with the segment.
         """
         segment = self._index.segments.get(name)
         if segment is None:
             return False
         for ref in sorted(segment.live - erased):
-            place = next((p for p in self._index.places(ref) if p.segment == name), None)
-            if place is None:
-                if ref in segment.live:
-                    return False  # dropped: the segment has another name now
-                continue  # deleted
             try:
-                data = await self._ask(self._medium.read(name, place.offset, place.num_bytes))
+                data = await self._read_in(name, ref)
             except FileNotFoundError:
                 return False
-            except OSError:
-                continue  # as good as damaged
-            header = ShardHeader.parse(data[:SHARD_HEADER_BYTES])
-            if header is not None and check_shard(data, ref) is ReadStatus.OK:
+            if self._index.segments.get(name) is not segment:
+                return False  # dropped: the segment has another name now
+            # What was deleted meanwhile is read in vain, and left out when the copies are written.
+            header = None if data is None else ShardHeader.parse(data[:SHARD_HEADER_BYTES])
+            if data is not None and header is not None:
                 shards.append((header, data))
         return self._index.segments.get(name) is segment
 
@@ -321,6 +348,25 @@ class SegmentWriter:
         self._next_number += 1
         await self._make(name, [si.erasure(ref) for ref in refs])
         self._announced.append((name, now_s))
+
+    async def erase_in(self, name: str) -> None:
+        """Writes a segment anew, whoever wrote it, without what is announced as erased."""
+        segment = self._index.segments.get(name)
+        if segment is None:
+            return
+        if si.owner_of(name) != self._config.writer:
+            # There may be more in it than we know of or still want: none of it may go with it.
+            is_growing = not segment.is_sealed and self._medium.appends
+            try:
+                new = await self.take(name) if is_growing else name
+                await self._learn(new)
+            except FileNotFoundError:
+                return  # removed, or another one who erases has taken it: looked for again
+            self._index.segments[new].is_sealed = True
+            if new != name:
+                self._index.drop(name)
+            name = new
+        await self.rewrite([name])
 
     async def take(self, name: str) -> str:
         """Makes a segment that its writer is still writing ours; returns its new name."""

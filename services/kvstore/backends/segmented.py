@@ -10,7 +10,9 @@ Source: kvcache-and-balancing.md, section 11.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
+import random
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Iterable, Sequence
 from dataclasses import dataclass
@@ -47,8 +49,9 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 _TAIL_BYTES: Final = 128 << 10
 _PARALLEL: Final = 16
-_ERASE_ROUNDS: Final = 16
-_ERASE_WAIT_S: Final = 0.01
+_LOOKS: Final = 4  # one after the other while segments move
+_ERASE_WAIT_S: Final = 0.01  # more at each look
+_MAX_ERASE_WAIT_S: Final = 0.25
 _RETRY_S: Final = 1.0  # a storage that is away or full is asked again this long after it
 
 
@@ -78,7 +81,7 @@ class SegmentedBackend:
         self._turn = asyncio.Lock()  # one batch, clean-up or erasure at a time
         self._poll_turn = asyncio.Lock()
         self._writer: asyncio.Task[None] | None = None
-        self._segments = SegmentWriter(medium, config, self._index, self._ask, self.get_shard)
+        self._segments = SegmentWriter(medium, config, self._index, self._ask, self._learn)
         self._away_until_s = self._full_until_s = 0.0
         self._news: list[Changes] = []
         self._guard = ClockGuard()
@@ -92,6 +95,11 @@ class SegmentedBackend:
         backend = cls(medium, config, clock)
         names = await backend._ask(medium.names(), LISTING)
         await backend._index_names(names)
+        # Twice, for what moved while it was looked at.
+        for _ in range(_LOOKS):
+            if not (await backend._look())[1]:
+                break
+        backend._news.clear()
         own = [name for name in names if si.owner_of(name) == config.writer]
         await backend._segments.settle(own)
         backend._writer = asyncio.create_task(backend._write_loop(), name="kv segments")
@@ -124,11 +132,17 @@ class SegmentedBackend:
 
     # ---- what is there ------------------------------------------------------------------------
 
-    async def _index_names(self, names: Iterable[str]) -> list[bytes]:
-        """Indexes lists of deleted shards, then segments; returns headers that were not known."""
+    async def _index_names(self, names: Iterable[str]) -> tuple[list[bytes], bool]:
+        """Indexes lists of deleted shards, then segments.
+
+        Returns the headers that were not known, and whether a segment went before it was read:
+        what was in it lies under another name by then.
+        """
         gate = asyncio.Semaphore(_PARALLEL)
+        has_gone = False
 
         async def one(name: str) -> list[bytes]:
+            nonlocal has_gone
             async with gate:
                 try:
                     if si.is_segment(name):
@@ -137,9 +151,10 @@ class SegmentedBackend:
                     for segment, offset in si.tombstones(si.owner_of(name), data):
                         if segment in all_names:
                             self._index.bury_at(segment, offset)
+                except FileNotFoundError:
+                    has_gone = has_gone or si.is_segment(name)
                 except OSError as error:
-                    if not isinstance(error, FileNotFoundError):
-                        log.error("segment cannot be read", extra={"errno": error.errno})
+                    log.error("segment cannot be read", extra={"errno": error.errno})
                 return []
 
         all_names = set(names)
@@ -147,7 +162,11 @@ class SegmentedBackend:
         found = await asyncio.gather(
             *(one(name) for name in sorted(filter(si.is_segment, all_names)))
         )
-        return [header for part in found for header in part]
+        return [header for part in found for header in part], has_gone
+
+    async def _learn(self, name: str) -> None:
+        """Indexes what is in a segment, and tells the next poll what of it is new."""
+        self._news.append(Changes(b"".join(await self._index_segment(name))))
 
     async def _index_segment(self, name: str) -> list[bytes]:
         headers, is_sealed = await self._headers_of(name)
@@ -179,32 +198,70 @@ class SegmentedBackend:
         await self._refresh()
         news, self._news = self._news, []
         lost, self._segments.lost = self._segments.lost, []
-        removed = [*lost, *(ref for change in news for ref in change.removed)]
-        return Changes(b"".join(change.added for change in news), tuple(removed))
+        removed = dict.fromkeys([*lost, *(ref for change in news for ref in change.removed)])
+        # What moved was gone for a moment, and what was found may be gone again: only the end tells.
+        return Changes(
+            b"".join(self._still_there(change.added) for change in news),
+            tuple(ref for ref in removed if self._index.place(ref) is None),
+        )
+
+    def _still_there(self, added: bytes) -> bytes:
+        raws = (added[at : at + SHARD_HEADER_BYTES] for at in range(0, len(added), SHARD_HEADER_BYTES))
+        parsed = ((raw, ShardHeader.parse(raw)) for raw in raws)
+        return b"".join(
+            raw for raw, h in parsed if h is not None and self._index.place(ref_of(h)) is not None
+        )
 
     async def _refresh(self) -> None:
         async with self._poll_turn:
-            known = set(self._index.segments)
-            names = await self._ask(self._medium.names(), LISTING)
-            mine = self._config.writer
-            growing = {
-                name
-                for name in known & names
-                if si.owner_of(name) != mine and not self._index.segments[name].is_sealed
-            }
-            # What others deleted they may still be read: their lists are read at the start only.
-            unknown = {
-                name for name in names - known if si.is_segment(name) and si.owner_of(name) != mine
-            }
-            added = await self._index_names(unknown | growing)
-            removed: list[ShardRef] = []
-            for name in known - names:
-                # Only what was known before the listing began: later ones may be missing in it.
-                removed += self._index.drop(name)
-                self._segments.abandon(name)
-            self._news.append(Changes(b"".join(added), tuple(removed)))
+            for _ in range(_LOOKS):
+                names, is_moving = await self._look()
+                if not is_moving:
+                    break
             await self._segments.remove_late(names)
             await self._reap()
+
+    async def _look(self) -> tuple[set[str], bool]:
+        """Indexes what a listing shows; returns it, and whether something moved meanwhile: a
+        listing that takes its time may show it neither where it was nor where it is."""
+        known = set(self._index.segments)
+        names = await self._ask(self._medium.names(), LISTING)
+        mine = self._config.writer
+        growing = {
+            name
+            for name in known & names
+            if si.owner_of(name) != mine and not self._index.segments[name].is_sealed
+        }
+        # What others deleted they may still be read: their lists are read at the start only.
+        unknown = {
+            name for name in names - known if si.is_segment(name) and si.owner_of(name) != mine
+        }
+        added, has_gone = await self._index_names(unknown | growing)
+        removed: list[ShardRef] = []
+        # Only what was known before the listing began: later ones may be missing in it.
+        for name in await self._gone(known - names):
+            removed += self._index.drop(name)
+            self._segments.abandon(name)
+        self._news.append(Changes(b"".join(added), tuple(removed)))
+        return names, has_gone or bool(removed)
+
+    async def _gone(self, unlisted: Iterable[str]) -> list[str]:
+        """Returns those that are really gone: listings of shared storages leave names out."""
+        gate = asyncio.Semaphore(_PARALLEL)
+
+        async def is_gone(name: str) -> bool:
+            async with gate:
+                try:
+                    await self._ask(self._medium.tail(name, 1))
+                except FileNotFoundError:
+                    return True
+                except OSError:
+                    pass  # there, and damaged
+                return False
+
+        names = [name for name in sorted(unlisted) if name in self._index.segments]
+        are_gone = await asyncio.gather(*(is_gone(name) for name in names))
+        return [name for name, gone in zip(names, are_gone, strict=True) if gone]
 
     async def _reap(self) -> None:
         """Removes segments of others so old that every block in them has expired."""
@@ -397,35 +454,22 @@ class SegmentedBackend:
         async with self._turn:
             try:
                 await self._segments.announce(refs, self._clock.now_s())
-                for number in range(_ERASE_ROUNDS):
-                    # Others may be writing segments anew meanwhile.
-                    await self._clock.sleep(_ERASE_WAIT_S * number)
+                until_s = self._clock.now_s() + LISTING * self._config.timeout_s
+                for number in itertools.count():
                     await self._refresh()
                     holders = sorted(self._index.holders(refs))
                     if not holders:
                         return count
                     for name in holders:
-                        await self._erase_in(name)
+                        await self._segments.erase_in(name)
+                    if self._clock.now_s() > until_s:
+                        break
+                    # Others may be writing segments anew meanwhile; two of them must not keep step.
+                    wait_s = min(_ERASE_WAIT_S * number, _MAX_ERASE_WAIT_S)
+                    await self._clock.sleep(wait_s * random.uniform(0.5, 1.5))
             except (StorageFull, OSError) as error:
                 raise StorageAway(f"blocks could not be erased: {error}") from error
         raise StorageAway("blocks could not be erased: they keep moving")
-
-    async def _erase_in(self, name: str) -> None:
-        """Writes a segment anew without what is announced as erased."""
-        segment = self._index.segments.get(name)
-        if segment is None:
-            return
-        is_growing = not segment.is_sealed and si.owner_of(name) != self._config.writer
-        if is_growing and self._medium.appends:
-            try:
-                new = await self._segments.take(name)
-                await self._index_segment(new)
-            except FileNotFoundError:
-                return  # removed, or another one who erases has taken it: looked for again
-            self._index.segments[new].is_sealed = True
-            self._index.drop(name)
-            name = new
-        await self._segments.rewrite([name])
 
     # ---- the rest -----------------------------------------------------------------------------
 

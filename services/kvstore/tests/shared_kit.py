@@ -16,7 +16,7 @@ from services.kvstore.backends.segmented import SegmentedBackend
 from services.kvstore.tests.servers import REGION, Server, s3_client
 
 SLOT = 4096
-_SEGMENTED: dict[str, Any] = {
+SEGMENTED: dict[str, Any] = {
     "capacity_bytes": 64 * SLOT,
     "segment_bytes": 8 * SLOT,
     "payload_bytes": 3000,
@@ -77,7 +77,7 @@ class PosixShared(Shared):
     async def _open(self, name: str, more: dict[str, Any]) -> SharedBackend:
         medium = await PosixMedium.open(self.folder, self.mark)
         self.mark = medium.mark
-        return await SegmentedBackend.open(medium, SegmentedConfig(name, **(_SEGMENTED | more)))
+        return await SegmentedBackend.open(medium, SegmentedConfig(name, **(SEGMENTED | more)))
 
     def _place(self, backend: SharedBackend, ref: ShardRef) -> tuple[Path, int]:
         place = backend._index.place(ref)
@@ -124,7 +124,7 @@ class S3Shared(Shared):
             read_timeout_s=fields["timeout_s"],
             max_attempts=1,
         )
-        config = SegmentedConfig(name, **(_SEGMENTED | fields))
+        config = SegmentedConfig(name, **(SEGMENTED | fields))
         return await SegmentedBackend.open(S3Medium(place), config)
 
     def _object(self, backend: SharedBackend, ref: ShardRef) -> tuple[Any, dict[str, str], int]:

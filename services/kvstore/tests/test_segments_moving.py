@@ -1,0 +1,209 @@
+"""Segments that move while somebody looks, copies or erases: whatever meets, nothing is lost."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from services.kvstore.backends.base import StorageAway
+from services.kvstore.backends.posix import PosixMedium
+from services.kvstore.backends.segment_writer import SegmentedConfig
+from services.kvstore.backends.segmented import SegmentedBackend
+from services.kvstore.formats import ShardHeader
+from services.kvstore.tests.backend_suite import is_there, put, shard
+from services.kvstore.tests.shared_kit import SEGMENTED, PosixShared
+
+
+class _Hooked:
+    """A medium that does something of ours before or after some of its calls."""
+
+    def __init__(self, medium: Any, **hooks: Any) -> None:
+        self._medium = medium
+        self._hooks = hooks
+
+    def __getattr__(self, name: str) -> Any:
+        return self._hooks.get(name) or getattr(self._medium, name)
+
+
+@pytest.fixture
+async def shared(tmp_path):
+    (tmp_path / "mount").mkdir()
+    storage = PosixShared(folder=tmp_path / "mount")
+    yield storage
+    await storage.close()
+
+
+async def _open_hooked(shared, writer: str, hooks) -> SegmentedBackend:
+    medium = await PosixMedium.open(shared.folder, shared.mark)
+    backend = await SegmentedBackend.open(
+        _Hooked(medium, **hooks(medium)), SegmentedConfig(writer, **SEGMENTED)
+    )
+    shared.opened.append(backend)
+    return backend
+
+
+def _hook(backend, **hooks) -> None:
+    backend._medium = backend._segments._medium = _Hooked(backend._medium, **hooks)
+
+
+def _segment_of(backend, number: int) -> str:
+    (name,) = backend._index.holders([shard(number)[0]])
+    return name
+
+
+async def _copy(backend, number: int) -> str:
+    """Writes what somebody else has once more into a segment of this writer; returns its name."""
+    ref, _, pieces = shard(number)
+    header = ShardHeader.parse(pieces[0])
+    assert header is not None
+    await backend._segments.append([(header, b"".join(pieces))])
+    return backend._index.place(ref).segment
+
+
+async def test_an_erasure_met_late_takes_nothing_that_its_writer_still_writes(shared) -> None:
+    one, two = await shared.writer("w1"), await shared.writer("w2")
+    assert (await put(one, 1)).is_stored
+    await two.poll()
+    mine = await _copy(two, 1)
+    assert (await put(one, 2)).is_stored  # beside block 1, and two does not know
+
+    append = two._medium.append
+
+    async def announced_during_the_copy(*args) -> None:
+        await append(*args)
+        await one._segments.announce([shard(1)[0]], 0.0)
+
+    _hook(two, append=announced_during_the_copy)
+    await two._segments.rewrite([mine])
+    await one.poll()
+    for backend in (one, await shared.writer("w3")):
+        assert await is_there(backend, 2)
+    assert shared.num_places_with(shard(1)[2][2]) == 0
+
+
+async def test_what_is_found_in_a_taken_segment_is_told_by_the_next_poll(shared) -> None:
+    one, two = await shared.writer("w1"), await shared.writer("w2")
+    assert (await put(one, 1)).is_stored
+    await two.poll()
+    take = two._medium.take
+
+    async def written_before_it_is_taken(name: str, new: str) -> None:
+        assert (await put(one, 2)).is_stored
+        await take(name, new)
+
+    _hook(two, take=written_before_it_is_taken)
+    await two.delete_shards([shard(1)[0]], erase=True)
+    added = (await two.poll()).added
+    assert len(added) == 128
+    assert ShardHeader.parse(added).key16 == shard(2)[0].key16
+    assert two.owns(shard(2)[0])
+
+
+async def test_what_one_left_out_is_still_there_for_its_writer_after_an_erasure_beside_it(
+    shared,
+) -> None:
+    one, two = await shared.writer("w1"), await shared.writer("w2")
+    for number in range(9):  # the first eight fill a segment, which is sealed then
+        assert (await put(one, number)).is_stored
+    await two.poll()
+    assert await two.delete_shards([shard(3)[0]]) == 1
+    await two.delete_shards([shard(4)[0]], erase=True)
+    await one.poll()
+    for number in (0, 1, 2, 3, 5, 6, 7, 8):
+        assert await is_there(one, number), number
+
+
+async def test_what_moves_while_a_storage_is_opened_is_found(shared) -> None:
+    one = await shared.writer("w1")
+    assert (await put(one, 1)).is_stored
+    name = _segment_of(one, 1)
+    is_first = True
+
+    def hooks(medium):
+        async def moved_after_the_listing() -> set[str]:
+            nonlocal is_first
+            names = await medium.names()
+            if is_first:
+                is_first = False
+                await one._segments.rewrite([name])
+            return names
+
+        return {"names": moved_after_the_listing}
+
+    two = await _open_hooked(shared, "w2", hooks)
+    assert await is_there(two, 1)
+
+
+@pytest.mark.parametrize("whose", ["w1", "w2"])
+async def test_a_name_that_a_listing_leaves_out_is_not_gone(shared, whose) -> None:
+    one, two = await shared.writer("w1"), await shared.writer("w2")
+    assert (await put(one, 1)).is_stored
+    assert (await put(two, 2)).is_stored
+    await one.poll()
+    names = one._medium.names
+
+    async def without_some() -> set[str]:
+        return {name for name in await names() if not name.startswith(whose)}
+
+    _hook(one, names=without_some)
+    assert (await one.poll()).removed == ()
+    assert await is_there(one, 1)
+    assert await is_there(one, 2)
+
+
+async def test_a_storage_that_is_away_while_it_is_opened_loses_nothing(shared) -> None:
+    one = await shared.writer("w1")
+    for number in range(3):
+        assert (await put(one, number)).is_stored
+    # Its process died: the segment has no end, and is read whole by the next life.
+    one._segments.abandon()
+    await one.close()
+
+    def hooks(medium):
+        async def read(name: str, offset: int, num_bytes: int) -> bytes:
+            if num_bytes > 128:
+                raise StorageAway("no answer")
+            return await medium.read(name, offset, num_bytes)
+
+        return {"read": read}
+
+    with pytest.raises(StorageAway):
+        await _open_hooked(shared, "w1", hooks)
+    again = await shared.writer("w1")
+    for number in range(3):
+        assert await is_there(again, number), number
+
+
+async def test_what_was_found_and_is_gone_again_before_the_poll_is_not_told(shared) -> None:
+    one, two = await shared.writer("w1"), await shared.writer("w2")
+    assert (await put(one, 1)).is_stored
+    await two._refresh()
+    await one.delete_shards([shard(1)[0]], erase=True)
+    changes = await two.poll()
+    assert changes.added == b""
+    # What only moved was never gone.
+    assert (await put(one, 2)).is_stored
+    assert len((await two.poll()).added) == 128
+    await one._segments.rewrite([_segment_of(one, 2)])
+    assert (await two.poll()).removed == ()
+
+
+async def test_two_that_erase_beside_each_other_both_come_to_an_end(shared) -> None:
+    writers = [await shared.writer(f"w{number}", timeout_s=60.0) for number in range(3)]
+    for number in range(12):
+        assert (await put(writers[number % 3], number)).is_stored
+    for writer in writers:
+        await writer.poll()
+    going = [[0, 1, 2], [3, 4], [5]]
+    await asyncio.gather(
+        *(
+            writer.delete_shards([shard(number)[0]], erase=True)
+            for writer, numbers in zip(writers, going, strict=True)
+            for number in numbers
+        )
+    )
+    for writer in writers:
+        await writer.poll()
+        assert [await is_there(writer, number) for number in range(12)] == [False] * 6 + [True] * 6
