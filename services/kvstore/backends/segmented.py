@@ -199,14 +199,16 @@ class SegmentedBackend:
         news, self._news = self._news, []
         lost, self._segments.lost = self._segments.lost, []
         removed = dict.fromkeys([*lost, *(ref for change in news for ref in change.removed)])
-        # What moved was gone for a moment, and what was found may be gone again: only the end tells.
+        # What moved was gone for a moment, what was found may be gone again: only the end tells.
         return Changes(
             b"".join(self._still_there(change.added) for change in news),
             tuple(ref for ref in removed if self._index.place(ref) is None),
         )
 
     def _still_there(self, added: bytes) -> bytes:
-        raws = (added[at : at + SHARD_HEADER_BYTES] for at in range(0, len(added), SHARD_HEADER_BYTES))
+        raws = (
+            added[at : at + SHARD_HEADER_BYTES] for at in range(0, len(added), SHARD_HEADER_BYTES)
+        )
         parsed = ((raw, ShardHeader.parse(raw)) for raw in raws)
         return b"".join(
             raw for raw, h in parsed if h is not None and self._index.place(ref_of(h)) is not None
