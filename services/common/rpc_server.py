@@ -34,7 +34,7 @@ from grpc_reflection.v1alpha import reflection
 from services.common import tracing
 from services.common.call import Call, from_metadata, set_current_call
 from services.common.clock import SYSTEM_CLOCK, Clock
-from services.common.config import ConfigError, weakens
+from services.common.config import ConfigError, require, weakens
 from services.common.errors import Failure, Reason
 from services.common.metrics import Metrics
 from services.common.rpc_errors import to_status
@@ -44,6 +44,7 @@ log = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES: Final = 16 * 1024 * 1024
 FRAME_BYTES: Final = 1 << 20
+_RETRY_AFTER_S: Final = 0.25
 # Health and reflection answer while everything else is refused.
 _ALWAYS_SERVED: Final = ("/grpc.health.v1.Health/", "/grpc.reflection.v1")
 
@@ -54,10 +55,14 @@ class RpcServerConfig:
 
     max_message_bytes: int = MAX_MESSAGE_BYTES
     default_deadline_s: float = 30.0  # for unary calls that come without one
+    max_calls: int = 16_384  # at once, streams included; one more is refused as OVERLOADED
     tls: TlsFiles = field(default_factory=TlsFiles)
     plaintext_off_loopback_is_insecure: bool = weakens(
         False, "the RPC port is served without TLS to other machines"
     )
+
+    def __post_init__(self) -> None:
+        require(self.max_calls > 0, "max_calls must be above 0")
 
 
 class RpcServer:
@@ -341,11 +346,17 @@ class _Interceptor(grpc.aio.ServerInterceptor):  # type: ignore[misc]
         return handle
 
     def _enter(self, method: str, context: grpc.aio.ServicerContext) -> Call:
-        """Makes the call current. Raises Failure while draining."""
+        """Makes the call current. Raises Failure while draining, and for one call too many."""
         call = from_metadata(context.invocation_metadata(), deadline_of(context, self._clock))
         set_current_call(call)
         if self.draining and not self._goes_on(method):
             raise Failure(Reason.DRAINING, "the instance is draining")
+        if self.num_calls > self._config.max_calls:
+            raise Failure(
+                Reason.OVERLOADED,
+                "the instance has as many calls as it takes at once",
+                retry_after_s=_RETRY_AFTER_S,
+            )
         return call
 
     def _goes_on(self, method: str) -> bool:
@@ -392,6 +403,10 @@ def _options(config: RpcServerConfig) -> list[tuple[str, int]]:
         # Clients ping every 2 s; the default minimum of 5 minutes would close them.
         ("grpc.http2.min_ping_interval_without_data_ms", 500),
         ("grpc.keepalive_permit_without_calls", 1),
+        # A client whose machine is gone closes nothing: its calls and what they hold end by this.
+        ("grpc.keepalive_time_ms", 20_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.http2.ping_timeout_ms", 10_000),
         # A prompt or a block in frames of 16 KiB, the default, costs more in frames than in bytes.
         ("grpc.http2.max_frame_size", FRAME_BYTES),
         ("grpc.max_receive_message_length", config.max_message_bytes),

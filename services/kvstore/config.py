@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Final, Literal
 
 from services.common.config import require, secret
+from services.common.rpc_server import RpcServerConfig
 from services.common.service import RuntimeConfig
 from services.kvstore.gc.policy import Waterlines
 from services.kvstore.placement import Profile
@@ -54,7 +55,10 @@ class CheckConfig:
     max_sessions: int = 100_000
     max_session_bytes: int = 256 << 20
     max_queued_touches: int = 10_000
-    runtime: RuntimeConfig = field(default_factory=RuntimeConfig)
+    # A match holds its prompt's tokens; more at once than these are refused, and hit nothing.
+    runtime: RuntimeConfig = field(
+        default_factory=lambda: RuntimeConfig(rpc=RpcServerConfig(max_calls=2_048))
+    )
 
     def __post_init__(self) -> None:
         _above_0(self, "swa_timeout_ms", "lookup_timeout_ms", "max_sessions", "max_queued_touches")

@@ -423,6 +423,41 @@ async def test_two_thousand_calls_at_once_are_all_answered(world: World) -> None
     assert answers == [str(i).encode() for i in range(2000)]
 
 
+async def test_one_call_too_many_is_refused_and_the_others_go_on() -> None:
+    echo = Echo()
+    server = RpcServer("127.0.0.1:0", RpcServerConfig(max_calls=3))
+    server.add(register, echo)
+    address = server.bind()
+    await server.start()
+    channels = Channels()
+    stub = Stub(channels.get(address))
+    running = [asyncio.ensure_future(call(stub.Unary, b"hang", timeout_s=60)) for _ in range(2)]
+    async with stream_call(stub.Both, timeout_s=60) as stream:
+        await stream.write(b"x")
+        assert await stream.read() == b"x"
+        while server.num_calls < 3:
+            await asyncio.sleep(0.01)
+        failure = await failure_of(call(stub.Unary, b"x", timeout_s=60))
+        assert failure.reason is Reason.OVERLOADED
+        assert failure.retry_after_s > 0
+        async with stream_call(stub.Down, b"x", timeout_s=60) as refused:
+            assert (await failure_of(refused.read())).reason is Reason.OVERLOADED
+        await stream.write(b"y")
+        assert await stream.read() == b"y"
+        echo.release.set()
+        assert await asyncio.gather(*running) == [b"hang"] * 2
+        await stream.done_writing()
+        assert await stream.read() is None
+    assert await call(stub.Unary, b"z", timeout_s=60) == b"z"
+    await channels.close()
+    await server.stop(0)
+
+
+def test_a_server_that_takes_no_call_is_a_configuration_error() -> None:
+    with pytest.raises(ValueError, match="max_calls"):
+        RpcServerConfig(max_calls=0)
+
+
 async def test_channels_are_shared_per_address_and_can_be_forgotten() -> None:
     channels = Channels()
     assert channels.get("127.0.0.1:1") is channels.get("127.0.0.1:1")
@@ -507,6 +542,9 @@ def test_server_and_channel_have_every_option_of_the_toolbox() -> None:
     assert server["grpc.server.max_pending_requests_hard_limit"] == 100_000
     assert server["grpc.http2.min_ping_interval_without_data_ms"] == 500
     assert server["grpc.keepalive_permit_without_calls"] == 1
+    assert server["grpc.keepalive_time_ms"] == 20_000
+    assert server["grpc.keepalive_timeout_ms"] == 10_000
+    assert server["grpc.http2.ping_timeout_ms"] == 10_000
     channel = dict(channel_options())
     assert channel["grpc.keepalive_time_ms"] == 2000
     assert channel["grpc.keepalive_timeout_ms"] == 1000
