@@ -35,8 +35,16 @@ def test_logits_are_those_of_the_slow_network(fast):
     np.testing.assert_allclose(logits[:48].numpy(), wanted.numpy(), atol=5e-4)
 
 
-def gradients(config, ops, rows, length, free=True):
+ULP = 1.2e-7
+
+
+def gradients(config, ops, rows, length, free=True, moved=None):
+    """The loss and its gradients; `moved` seeds a change of every parameter by an ulp at most."""
     params = from_source(config, RandomSource(config, 1))
+    if moved is not None:
+        dice = torch.Generator().manual_seed(moved)
+        for value in params.values():
+            value *= 1 + ULP * torch.randint(-1, 2, value.shape, generator=dice)
     for value in params.values():
         value.requires_grad_()
     network = TrainingNetwork(config, params, ops)
@@ -54,9 +62,15 @@ def test_the_fast_operations_have_the_gradients_of_the_plain_ones(config):
     loss, found = gradients(config, ops_for(config.text), 2, 96)
     assert loss == pytest.approx(plain_loss, abs=1e-4)
     assert found.keys() == plain.keys()
+    # Some gradients move by thousandths when the parameters move by an ulp, most by millionths:
+    # each is held to what its own condition allows.
+    others = [gradients(config, None, 2, 96, moved=seed)[1] for seed in range(3)]
     for name, wanted in plain.items():
         size = max(float(wanted.abs().max()), 1e-5)
-        np.testing.assert_allclose(found[name] / size, wanted / size, atol=2e-3, err_msg=name)
+        spread = max(float((other[name] - wanted).abs().max()) / size for other in others)
+        np.testing.assert_allclose(
+            found[name] / size, wanted / size, atol=3e-4 + 10 * spread, err_msg=name
+        )
 
 
 def test_the_candidate_source_learns_from_later_sources_where_they_look():
