@@ -94,6 +94,9 @@ class RedisBackend:
         self._sizes: dict[ShardRef, int] = {}  # bytes of a shard's data
         self._own: set[ShardRef] = set()
         self._seen = _NO_ENTRY  # the last entry of the stream that was read
+        # What the next poll tells, also when the look that found it is broken off.
+        self._added: dict[ShardRef, bytes] = {}
+        self._removed: dict[ShardRef, None] = {}
         self._queued: list[tuple[tuple[Any, ...], asyncio.Future[Any]]] = []
         self._flushes: set[asyncio.Task[None]] = set()
         self._is_closed = False
@@ -106,6 +109,7 @@ class RedisBackend:
         backend = cls(config, clock)
         try:
             await backend._scan()
+            backend._added.clear()
         except BaseException:
             await backend.close()
             raise
@@ -196,11 +200,11 @@ class RedisBackend:
 
     # ---- what is there ------------------------------------------------------------------------
 
-    async def _scan(self) -> Changes:
-        """Looks through all keys; returns what that changed."""
+    async def _scan(self) -> None:
+        """Looks through all keys."""
         (newest,) = await self._pipeline([("XREVRANGE", self._stream, "+", "-", "COUNT", 1)])
         seen = newest[0][0] if newest else _NO_ENTRY
-        former, added = set(self._sizes), []
+        former = set(self._sizes)
         found: set[ShardRef] = set()
         cursor: Any = 0
         while True:
@@ -212,18 +216,19 @@ class RedisBackend:
                 ref = self._ref_of_key(key)
                 if ref is not None and self._take_up(ref, head):
                     found.add(ref)
-                    added += [] if ref in former else [head[_WRITER_BYTES:]]
             if int(cursor) == 0:
                 break
         gone = former - found
         self._forget(gone)
+        self._removed |= dict.fromkeys(sorted(gone))
         self._seen = seen
-        return Changes(b"".join(added), tuple(sorted(gone)))
 
     def _take_up(self, ref: ShardRef, head: bytes) -> bool:
         header = ShardHeader.parse(head[_WRITER_BYTES:])
         if header is None or ref_of(header) != ref:
             return False
+        if ref not in self._sizes:
+            self._added[ref] = head[_WRITER_BYTES:]
         self._sizes[ref] = header.shard_bytes
         if head[:_WRITER_BYTES] == self._me:
             self._own.add(ref)
@@ -236,16 +241,32 @@ class RedisBackend:
 
     async def poll(self) -> Changes:
         """Reads the stream of changes; see SharedBackend."""
-        (oldest,) = await self._pipeline([("XRANGE", self._stream, "-", "+", "COUNT", 1)])
-        first = oldest[0][0] if oldest else _NO_ENTRY
-        if _order(first) > _order(self._seen) or (not oldest and self._seen != _NO_ENTRY):
-            return await self._scan()  # entries that we have not read are gone
-        added: list[bytes] = []
-        removed: list[ShardRef] = []
+        oldest, newest = await self._pipeline(
+            [
+                ("XRANGE", self._stream, "-", "+", "COUNT", 1),
+                ("XREVRANGE", self._stream, "+", "-", "COUNT", 1),
+            ]
+        )
+        first, last = (found[0][0] if found else _NO_ENTRY for found in (oldest, newest))
+        # Entries that we have not read are gone, or it is not the stream that we have read.
+        if _order(first) > _order(self._seen) or _order(last) < _order(self._seen):
+            await self._scan()
+        else:
+            await self._follow()
+        added, self._added = self._added, {}
+        removed, self._removed = self._removed, {}
+        return Changes(
+            b"".join(raw for ref, raw in added.items() if ref in self._sizes),
+            tuple(ref for ref in removed if ref not in self._sizes),
+        )
+
+    async def _follow(self) -> None:
+        """Reads the stream from where we were to its end."""
+        count = self._config.max_pipeline_commands
         while True:
             start = b"(" + self._seen
             (entries,) = await self._pipeline(
-                [("XRANGE", self._stream, start, "+", "COUNT", self._config.max_pipeline_commands)]
+                [("XRANGE", self._stream, start, "+", "COUNT", count)]
             )
             for entry, fields in entries:
                 self._seen = entry
@@ -254,17 +275,13 @@ class RedisBackend:
                     ref = self._ref_of_key(value)
                     if ref is not None and ref in self._sizes:
                         self._forget({ref})
-                        removed.append(ref)
+                        self._removed[ref] = None
                     continue
                 header = ShardHeader.parse(value[_WRITER_BYTES:])
-                if header is None or ref_of(header) in self._sizes:
-                    continue
-                if value[:_WRITER_BYTES] != self._me and self._take_up(ref_of(header), value):
-                    added.append(value[_WRITER_BYTES:])
-            if len(entries) < self._config.max_pipeline_commands:
-                gone = set(removed)
-                kept = [raw for raw in added if _ref_of_raw(raw) not in gone]
-                return Changes(b"".join(kept), tuple(removed))
+                if header is not None and value[:_WRITER_BYTES] != self._me:
+                    self._take_up(ref_of(header), value)
+            if len(entries) < count:
+                return
 
     def owns(self, ref: ShardRef) -> bool:
         """Returns whether this writer's name stands in front of the shard."""
@@ -433,11 +450,6 @@ def _order(entry: bytes) -> tuple[int, int]:
     """Returns an entry's id as numbers that can be compared."""
     time_ms, _, number = entry.partition(b"-")
     return int(time_ms), int(number)
-
-
-def _ref_of_raw(raw: bytes) -> ShardRef | None:
-    header = ShardHeader.parse(raw)
-    return None if header is None else ref_of(header)
 
 
 def _escaped(pattern: bytes) -> bytes:

@@ -81,7 +81,7 @@ class SegmentedBackend:
         self._turn = asyncio.Lock()  # one batch, clean-up or erasure at a time
         self._poll_turn = asyncio.Lock()
         self._writer: asyncio.Task[None] | None = None
-        self._segments = SegmentWriter(medium, config, self._index, self._ask, self._learn)
+        self._segments = SegmentWriter(medium, config, self._index, self._ask, self._index_segment)
         self._away_until_s = self._full_until_s = 0.0
         self._news: list[Changes] = []
         self._guard = ClockGuard()
@@ -132,21 +132,22 @@ class SegmentedBackend:
 
     # ---- what is there ------------------------------------------------------------------------
 
-    async def _index_names(self, names: Iterable[str]) -> tuple[list[bytes], bool]:
+    async def _index_names(self, names: Iterable[str]) -> bool:
         """Indexes lists of deleted shards, then segments.
 
-        Returns the headers that were not known, and whether a segment went before it was read:
-        what was in it lies under another name by then.
+        Returns whether a segment went before it was read: what was in it lies under another name
+        by then.
         """
         gate = asyncio.Semaphore(_PARALLEL)
         has_gone = False
 
-        async def one(name: str) -> list[bytes]:
+        async def one(name: str) -> None:
             nonlocal has_gone
             async with gate:
                 try:
                     if si.is_segment(name):
-                        return await self._index_segment(name)
+                        await self._index_segment(name)
+                        return
                     data, _ = await self._ask(self._medium.tail(name, 1 << 30))
                     for segment, offset in si.tombstones(si.owner_of(name), data):
                         if segment in all_names:
@@ -155,24 +156,20 @@ class SegmentedBackend:
                     has_gone = has_gone or si.is_segment(name)
                 except OSError as error:
                     log.error("segment cannot be read", extra={"errno": error.errno})
-                return []
 
         all_names = set(names)
         await asyncio.gather(*(one(name) for name in sorted(filter(si.is_deletes, all_names))))
-        found = await asyncio.gather(
-            *(one(name) for name in sorted(filter(si.is_segment, all_names)))
-        )
-        return [header for part in found for header in part], has_gone
+        await asyncio.gather(*(one(name) for name in sorted(filter(si.is_segment, all_names))))
+        return has_gone
 
-    async def _learn(self, name: str) -> None:
-        """Indexes what is in a segment, and tells the next poll what of it is new."""
-        self._news.append(Changes(b"".join(await self._index_segment(name))))
-
-    async def _index_segment(self, name: str) -> list[bytes]:
+    async def _index_segment(self, name: str) -> None:
+        """Indexes what is in a segment; the next poll tells what of it is new, also when what is
+        looked at beside it fails: it will not be new once more."""
         headers, is_sealed = await self._headers_of(name)
         new = self._index.add_all(name, headers)
         self._index.segments.setdefault(name, si.Segment()).is_sealed = is_sealed
-        return new
+        if new:
+            self._news.append(Changes(b"".join(new)))
 
     async def _headers_of(self, name: str) -> tuple[list[bytes], bool]:
         """Returns the headers of a segment from its start on, and whether it is sealed."""
@@ -238,13 +235,13 @@ class SegmentedBackend:
         unknown = {
             name for name in names - known if si.is_segment(name) and si.owner_of(name) != mine
         }
-        added, has_gone = await self._index_names(unknown | growing)
+        has_gone = await self._index_names(unknown | growing)
         removed: list[ShardRef] = []
         # Only what was known before the listing began: later ones may be missing in it.
         for name in await self._gone(known - names):
             removed += self._index.drop(name)
             self._segments.abandon(name)
-        self._news.append(Changes(b"".join(added), tuple(removed)))
+        self._news.append(Changes(removed=tuple(removed)))
         return names, has_gone or bool(removed)
 
     async def _gone(self, unlisted: Iterable[str]) -> list[str]:

@@ -26,6 +26,24 @@ SEGMENTED: dict[str, Any] = {
 }
 
 
+class Hooked:
+    """A medium that does something of ours before, after or instead of some of its calls."""
+
+    def __init__(self, medium: Any, **hooks: Any) -> None:
+        self._medium = medium
+        self._hooks = hooks
+
+    def __getattr__(self, name: str) -> Any:
+        return self._hooks.get(name) or getattr(self._medium, name)
+
+
+def hook(backend: Any, **hooks: Any) -> Any:
+    """Puts hooks around the medium of a backend; returns the medium as it was."""
+    medium = backend._medium
+    backend._medium = backend._segments._medium = Hooked(medium, **hooks)
+    return medium
+
+
 @dataclass
 class Shared:
     """One shared storage, empty at first."""

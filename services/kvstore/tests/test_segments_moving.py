@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import pytest
 
@@ -13,18 +12,7 @@ from services.kvstore.backends.segment_writer import SegmentedConfig
 from services.kvstore.backends.segmented import SegmentedBackend
 from services.kvstore.formats import ShardHeader
 from services.kvstore.tests.backend_suite import is_there, put, shard
-from services.kvstore.tests.shared_kit import SEGMENTED, PosixShared
-
-
-class _Hooked:
-    """A medium that does something of ours before or after some of its calls."""
-
-    def __init__(self, medium: Any, **hooks: Any) -> None:
-        self._medium = medium
-        self._hooks = hooks
-
-    def __getattr__(self, name: str) -> Any:
-        return self._hooks.get(name) or getattr(self._medium, name)
+from services.kvstore.tests.shared_kit import SEGMENTED, Hooked, PosixShared, hook
 
 
 @pytest.fixture
@@ -38,14 +26,10 @@ async def shared(tmp_path):
 async def _open_hooked(shared, writer: str, hooks) -> SegmentedBackend:
     medium = await PosixMedium.open(shared.folder, shared.mark)
     backend = await SegmentedBackend.open(
-        _Hooked(medium, **hooks(medium)), SegmentedConfig(writer, **SEGMENTED)
+        Hooked(medium, **hooks(medium)), SegmentedConfig(writer, **SEGMENTED)
     )
     shared.opened.append(backend)
     return backend
-
-
-def _hook(backend, **hooks) -> None:
-    backend._medium = backend._segments._medium = _Hooked(backend._medium, **hooks)
 
 
 def _segment_of(backend, number: int) -> str:
@@ -75,7 +59,7 @@ async def test_an_erasure_met_late_takes_nothing_that_its_writer_still_writes(sh
         await append(*args)
         await one._segments.announce([shard(1)[0]], 0.0)
 
-    _hook(two, append=announced_during_the_copy)
+    hook(two, append=announced_during_the_copy)
     await two._segments.rewrite([mine])
     await one.poll()
     for backend in (one, await shared.writer("w3")):
@@ -93,7 +77,7 @@ async def test_what_is_found_in_a_taken_segment_is_told_by_the_next_poll(shared)
         assert (await put(one, 2)).is_stored
         await take(name, new)
 
-    _hook(two, take=written_before_it_is_taken)
+    hook(two, take=written_before_it_is_taken)
     await two.delete_shards([shard(1)[0]], erase=True)
     added = (await two.poll()).added
     assert len(added) == 128
@@ -147,7 +131,7 @@ async def test_a_name_that_a_listing_leaves_out_is_not_gone(shared, whose) -> No
     async def without_some() -> set[str]:
         return {name for name in await names() if not name.startswith(whose)}
 
-    _hook(one, names=without_some)
+    hook(one, names=without_some)
     assert (await one.poll()).removed == ()
     assert await is_there(one, 1)
     assert await is_there(one, 2)

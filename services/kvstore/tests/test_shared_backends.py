@@ -414,6 +414,52 @@ async def test_a_follower_that_fell_behind_the_log_looks_through_everything(shar
     assert await listed(two) == set()
 
 
+@pytest.mark.parametrize("shared", ["redis"], indirect=True)
+@pytest.mark.parametrize("scans", [False, True])
+async def test_what_a_follower_found_before_the_server_was_away_is_told_later(
+    shared, scans
+) -> None:
+    one, two = await shared.writer("w1"), await shared.writer("w2")
+    await put(one, 0)
+    await two.poll()
+    for number in range(1, 7):
+        await put(one, number)
+    if scans:
+        await one._client.xtrim(one._stream, maxlen=1, approximate=False)
+    two._config = replace(two._config, max_pipeline_commands=2)
+    send, num_looks = two._send, 0
+
+    async def away_in_the_middle(batch):
+        nonlocal num_looks
+        answers = await send(batch)
+        num_looks += batch[0][0] == ("SCAN" if scans else "XRANGE")
+        if num_looks == (2 if scans else 3):
+            raise StorageAway("no answer")
+        # As if there were more keys than one answer names.
+        return [[b"1", answers[0][1]]] if batch[0][0] == "SCAN" else answers
+
+    two._send = away_in_the_middle
+    with pytest.raises(StorageAway):
+        await two.poll()
+    two._send = send
+    assert len(two._sizes) > 1, "something was found before"
+    assert len((await two.poll()).added) == 6 * 128
+    assert (await two.poll()).is_nothing
+
+
+@pytest.mark.parametrize("shared", ["redis"], indirect=True)
+async def test_a_stream_that_has_gone_back_is_looked_through_anew(shared) -> None:
+    one, two = await shared.writer("w1"), await shared.writer("w2")
+    await put(one, 1)
+    await two.poll()
+    # A replica that lagged has become the server, and its clock is behind.
+    await put(one, 2)
+    await one._client.delete(one._stream)
+    await one._client.xadd(one._stream, {b"r": b"nothing"}, id="1-1")
+    assert len((await two.poll()).added) == 128
+    assert await is_there(two, 2)
+
+
 async def test_p_34_a_server_out_of_memory_is_full_and_takes_blocks_when_there_is_room(
     tmp_path,
 ) -> None:
