@@ -178,25 +178,26 @@ class SegmentWriter:
         if not self._medium.appends:
             return await self._create([*pieces, si.footer(headers)]), 0
         for _ in range(_WRITE_ATTEMPTS):
-            if self._open is not None:
-                name, written = self._open
-                offset = self._index.segments[name].num_bytes
-                if offset + size <= self._config.segment_bytes:
-                    try:
-                        await self._ask(self._medium.append(name, offset, pieces), WRITING)
-                    except FileNotFoundError:  # somebody erased a tenant's blocks in it
-                        self._open = None
-                        continue
-                    written += headers
-                    return name, offset
+            if self._open is None:
+                name = await self._create(())
+                self._index.segments[name] = si.Segment()
+                self._open = (name, [])
+            name, written = self._open
+            offset = self._index.segments[name].num_bytes
+            # What is larger than any segment has one of its own.
+            if offset and offset + size > self._config.segment_bytes:
                 await self.seal()
-            name = await self._create(())
-            self._index.segments[name] = si.Segment()
-            self._open = (name, [])
-            if size > self._config.segment_bytes:  # larger than any: a segment of its own
-                await self._ask(self._medium.append(name, 0, pieces), WRITING)
-                self._open = (name, list(headers))
-                return name, 0
+                continue
+            # Who fails here goes on elsewhere: what was written in part, or may be written yet, is
+            # not to be written over.
+            self._open = None
+            try:
+                await self._ask(self._medium.append(name, offset, pieces), WRITING)
+            except FileNotFoundError:  # somebody erased a tenant's blocks in it
+                continue
+            if name in self._index.segments:
+                self._open = (name, written + headers)
+            return name, offset
         raise StorageAway("segments vanish while they are written")
 
     async def _create(self, pieces: Sequence[Buffer]) -> str:
@@ -286,14 +287,17 @@ class SegmentWriter:
         left. So a copy made here either was there when he looked, or he had announced it when we
         look after the copy: one of us removes it.
         """
-        self._index.buried = deleted = set[ShardRef]()
         erased = await self._heed()
         shards: list[tuple[ShardHeader, bytes]] = []
-        whole = [name for name in names if await self._copy_out(name, erased, shards)]
-        for name in names:
-            self.abandon(name)
-        # What was deleted while it was copied is not to come back.
-        await self.append(shards, lambda ref: ref not in deleted)
+        self._index.buried = deleted = set[ShardRef]()
+        try:
+            whole = [name for name in names if await self._copy_out(name, erased, shards)]
+            for name in names:
+                self.abandon(name)
+            # What was deleted while it was copied is not to come back.
+            await self.append(shards, lambda ref: ref not in deleted)
+        finally:
+            self._index.buried = None
         copied = {ref_of(header) for header, _ in shards}
         for name in names:
             if name in whole:
@@ -384,15 +388,19 @@ class SegmentWriter:
     async def remove_empty(self) -> None:
         """Removes those of ours in which nothing is alive."""
         for name in self.own():
-            if not self._index.segments[name].live and name != (self._open or ("",))[0]:
-                await self.remove(name)
+            segment = self._index.segments.get(name)  # others take some meanwhile
+            if segment is None or segment.live or name == (self._open or ("",))[0]:
+                continue
+            await self.remove(name)
 
     # ---- deletes ------------------------------------------------------------------------------
 
     async def write_deletes(self, records: Sequence[bytes]) -> None:
+        """Notes what was deleted in our growing list; after a failure in another one."""
         data = b"".join(records)
-        if self._medium.appends and self._deletes is not None:
-            name, length = self._deletes
+        growing, self._deletes = self._deletes, None
+        if self._medium.appends and growing is not None:
+            name, length = growing
             await self._ask(self._medium.append(name, length, [data]), WRITING)
             self._deletes = (name, length + len(data))
             return

@@ -83,6 +83,7 @@ class SegmentedBackend:
         self._writer: asyncio.Task[None] | None = None
         self._segments = SegmentWriter(medium, config, self._index, self._ask, self._index_segment)
         self._away_until_s = self._full_until_s = 0.0
+        self._is_closed = False
         self._news: list[Changes] = []
         self._guard = ClockGuard()
         self.num_away = 0
@@ -365,7 +366,7 @@ class SegmentedBackend:
             return PutStatus.DURABLE
         if self._clock.now_s() < self._full_until_s:
             return PutStatus.FULL
-        if self._is_away:
+        if self._is_away or self._is_closed:
             return PutStatus.AWAY
         if len(self._pending) >= self._config.max_pending_shards:
             return PutStatus.FULL
@@ -392,14 +393,14 @@ class SegmentedBackend:
     async def _write_batch(self, batch: list[_Pending]) -> None:
         status = PutStatus.AWAY
         try:
+            if self._is_away:
+                return
             async with self._turn:
                 room = sum(si.padded(len(item.data)) for item in batch)
                 await self._segments.make_room(room)
                 try:
                     await self._segments.append([(item.header, item.data) for item in batch])
                 except StorageFull:
-                    # What was written in part is left as it is: nothing is ever written over.
-                    self._segments.abandon()
                     await self._segments.remove_empty()
                     raise
             status = PutStatus.DURABLE
@@ -409,9 +410,8 @@ class SegmentedBackend:
             if self._segments.num_bytes() + need <= self._config.capacity_bytes:
                 self._full_until_s = self._clock.now_s() + _RETRY_S  # the device is full, not we
         except StorageAway:
-            self._segments.abandon()  # how much of the batch is there is not known
+            pass  # how much of the batch is there is not known
         except OSError as error:
-            self._segments.abandon()
             self._note_away(f"errno {error.errno}")
         finally:
             for item in batch:
@@ -507,6 +507,7 @@ class SegmentedBackend:
 
     async def close(self) -> None:
         """Seals the growing segment and lets go."""
+        self._is_closed = True  # nobody would write what is put from here on
         if self._writer is not None:
             self._writer.cancel()
             await asyncio.gather(self._writer, return_exceptions=True)
