@@ -151,7 +151,8 @@ class BlockBackend(Protocol):
         ...
 
     def list_headers(self) -> AsyncGenerator[bytes, None]:
-        """Yields the 128-byte headers of all shards, concatenated, some at a time."""
+        """Yields the 128-byte headers of all shards, concatenated, some at a time; where others
+        write too, some may come twice."""
         ...
 
     async def stat(self) -> BackendStat:

@@ -156,7 +156,8 @@ class Segment:
     num_bytes: int = 0  # indexed so far
     is_sealed: bool = False
     newest_s: int = 0  # when its youngest shard was made
-    live: set[ShardRef] = field(default_factory=set)
+    # All that its writer has not deleted as far as we know, also what is only left out here.
+    live: dict[ShardRef, Place] = field(default_factory=dict)
     dead: set[int] = field(default_factory=set)  # offsets of deleted shards, their bytes there
     live_bytes: int = 0
 
@@ -202,9 +203,9 @@ class SegmentIndex:
             return False
         others = [place for place in self.places(ref) if place.segment != name]
         if ref not in segment.live:
-            segment.live.add(ref)
             segment.live_bytes += padded(num_bytes)
-        self._set_places(ref, [Place(name, offset, num_bytes), *others])
+        segment.live[ref] = place = Place(name, offset, num_bytes)
+        self._set_places(ref, [place, *others])
         return True
 
     def add_all(self, name: str, headers: Iterable[bytes]) -> list[bytes]:
@@ -221,32 +222,23 @@ class SegmentIndex:
             offset += padded(SHARD_HEADER_BYTES + header.shard_bytes)
         return new
 
-    def forget(self, ref: ShardRef) -> bool:
-        """Leaves a shard out; whether it was there. Found again, it is back."""
-        places = self.places(ref)
-        for place in places:
-            segment = self.segments[place.segment]
-            segment.live.discard(ref)
-            segment.live_bytes -= padded(place.num_bytes)
-        self._set_places(ref, [])
-        return bool(places)
-
     def forget_in(self, name: str, ref: ShardRef) -> None:
         """Leaves a shard out of one segment, and only there."""
-        for place in self.places(ref):
-            if place.segment == name:
-                self.segments[name].live.discard(ref)
-                self.segments[name].live_bytes -= padded(place.num_bytes)
+        segment = self.segments[name]
+        place = segment.live.pop(ref, None)
+        if place is not None:
+            segment.live_bytes -= padded(place.num_bytes)
         self._set_places(ref, [p for p in self.places(ref) if p.segment != name])
 
     def bury(self, ref: ShardRef, writer: str) -> list[Place]:
         """Deletes a shard from a writer's segments for as long as they are there; returns where it
-        was in them."""
+        was in them. In those of others it is only left out: found again, it is back."""
         own = [place for place in self.places(ref) if owner_of(place.segment) == writer]
         for place in own:
             self.segments[place.segment].dead.add(place.offset)
-        self.forget(ref)
-        if self.buried is not None:
+            self.forget_in(place.segment, ref)
+        self._set_places(ref, [])
+        if own and self.buried is not None:
             self.buried.add(ref)
         return own
 
@@ -261,9 +253,10 @@ class SegmentIndex:
             return []
         gone = []
         for ref in sorted(segment.live):
-            others = [place for place in self.places(ref) if place.segment != name]
+            places = self.places(ref)
+            others = [place for place in places if place.segment != name]
             self._set_places(ref, others)
-            gone += [] if others else [ref]
+            gone += [ref] if places and not others else []
         return gone
 
     def holders(self, refs: Iterable[ShardRef]) -> set[str]:

@@ -129,7 +129,8 @@ class SegmentWriter:
         Of another place where it lies too nobody knows how long it will be there.
         Raises: FileNotFoundError when the segment is not there any more, StorageAway.
         """
-        place = next((p for p in self._index.places(ref) if p.segment == name), None)
+        segment = self._index.segments.get(name)
+        place = None if segment is None else segment.live.get(ref)
         if place is None:
             return None
         try:
@@ -318,7 +319,7 @@ class SegmentWriter:
         segment = self._index.segments.get(name)
         if segment is None:
             return False
-        for ref in sorted(segment.live - erased):
+        for ref in sorted(segment.live.keys() - erased):
             try:
                 data = await self._read_in(name, ref)
             except FileNotFoundError:

@@ -288,7 +288,7 @@ class SegmentedBackend:
 
     async def _read(self, ref: ShardRef, skip: int = 0, limit: int = -1) -> bytes | ReadStatus:
         """Returns the stored bytes of a shard, not yet checked, or why not."""
-        for is_again in (False, True):
+        for _ in range(_LOOKS):
             place = self._index.place(ref)
             if place is None:
                 return ReadStatus.ABSENT
@@ -297,18 +297,17 @@ class SegmentedBackend:
             count = place.num_bytes - skip if limit < 0 else limit
             try:
                 return await self._ask(self._medium.read(place.segment, place.offset + skip, count))
-            except FileNotFoundError:
-                if is_again:
-                    break
-                try:
-                    await self._refresh()  # it may have moved
-                except StorageAway:
-                    return ReadStatus.AWAY
+            except FileNotFoundError:  # it has moved, and maybe we know where to
+                if self._index.place(ref) == place:
+                    try:
+                        await self._refresh()
+                    except (StorageAway, OSError):
+                        return ReadStatus.AWAY
             except OSError:
                 return ReadStatus.IO
             except StorageAway:
                 return ReadStatus.AWAY
-        return ReadStatus.IO
+        return ReadStatus.AWAY  # it keeps moving, and is no worse for it
 
     async def get_shard(self, ref: ShardRef) -> tuple[bytes | None, ReadStatus]:
         """Returns a shard; see BlockBackend."""
@@ -340,20 +339,27 @@ class SegmentedBackend:
         return None if place is None else place.num_bytes - SHARD_HEADER_BYTES
 
     async def list_headers(self) -> AsyncGenerator[bytes, None]:
-        """Yields headers; see BlockBackend."""
-        for name in sorted(self._index.segments):
-            try:
-                headers, _ = await self._headers_of(name)
-            except OSError:
-                continue
-            parsed = ((raw, ShardHeader.parse(raw)) for raw in headers)
-            alive = [raw for raw, h in parsed if h is not None and self._is_in(name, ref_of(h))]
-            if alive:
-                yield b"".join(alive)
-
-    def _is_in(self, name: str, ref: ShardRef) -> bool:
-        place = self._index.place(ref)
-        return place is not None and place.segment == name
+        """Yields headers, also of what was only left out here; none that moves meanwhile is passed
+        over, and some may come twice. See BlockBackend. Raises StorageAway."""
+        looked_at = set[str]()
+        while names := self._index.segments.keys() - looked_at:
+            for name in sorted(names):
+                looked_at.add(name)
+                if name not in self._index.segments:
+                    continue
+                try:
+                    headers, _ = await self._headers_of(name)
+                except FileNotFoundError:
+                    await self._refresh()  # finds where it has moved to
+                    continue
+                except OSError:
+                    continue
+                if name in self._index.segments and si.owner_of(name) != self._config.writer:
+                    self._index.add_all(name, headers)
+                parsed = ((raw, ShardHeader.parse(raw)) for raw in headers)
+                alive = [raw for raw, h in parsed if h and name in self._index.holders([ref_of(h)])]
+                if alive:
+                    yield b"".join(alive)
 
     # ---- writes -------------------------------------------------------------------------------
 
@@ -427,13 +433,7 @@ class SegmentedBackend:
             return await self._erase(refs)
         count, records = 0, []
         for ref in refs:
-            place = self._index.place(ref)
-            if place is None:
-                continue
-            count += 1
-            if not self.owns(ref):
-                self._index.forget(ref)
-                continue
+            count += self._index.place(ref) is not None
             own = self._index.bury(ref, self._config.writer)
             records += [si.tombstone(each.segment, each.offset) for each in own]
         if not records:

@@ -97,7 +97,7 @@ class SharedNode(Node):
         Raises: StorageAway when some may be left.
         """
         await self.learn()
-        going: list[ShardRef] = []
+        going: dict[ShardRef, None] = {}  # what moves meanwhile may come twice
         async for headers in self._shared.list_headers():
             refs = []
             for at in range(0, len(headers), SHARD_HEADER_BYTES):
@@ -107,9 +107,9 @@ class SharedNode(Node):
             for at in range(0, len(refs), _HEADERS_AT_ONCE):
                 part = refs[at : at + _HEADERS_AT_ONCE]
                 is_theirs = await asyncio.gather(*(self._has_tag(ref, tag) for ref in part))
-                going += [ref for ref, going_too in zip(part, is_theirs, strict=True) if going_too]
+                going |= {ref: None for ref, goes in zip(part, is_theirs, strict=True) if goes}
         self.meta.remove({ref.key16 for ref in going})
-        await self._shared.delete_shards(going, erase=True)
+        await self._shared.delete_shards(list(going), erase=True)
         return len(going)
 
     async def _has_tag(self, ref: ShardRef, tag: bytes) -> bool:

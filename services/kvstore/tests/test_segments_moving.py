@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 
 import pytest
 
-from services.kvstore.backends.base import StorageAway
+from services.kvstore.backends.base import ReadStatus, StorageAway
 from services.kvstore.backends.posix import PosixMedium
 from services.kvstore.backends.segment_writer import SegmentedConfig
 from services.kvstore.backends.segmented import SegmentedBackend
 from services.kvstore.formats import ShardHeader
-from services.kvstore.tests.backend_suite import is_there, put, shard
+from services.kvstore.tests.backend_suite import is_there, listed, put, shard
 from services.kvstore.tests.shared_kit import SEGMENTED, Hooked, PosixShared, hook
 
 
@@ -30,6 +31,11 @@ async def _open_hooked(shared, writer: str, hooks) -> SegmentedBackend:
     )
     shared.opened.append(backend)
     return backend
+
+
+def _keys(added: bytes) -> set[bytes]:
+    headers = [ShardHeader.parse(added[at : at + 128]) for at in range(0, len(added), 128)]
+    return {header.key16 for header in headers if header is not None}
 
 
 def _segment_of(backend, number: int) -> str:
@@ -191,3 +197,111 @@ async def test_two_that_erase_beside_each_other_both_come_to_an_end(shared) -> N
     for writer in writers:
         await writer.poll()
         assert [await is_there(writer, number) for number in range(12)] == [False] * 6 + [True] * 6
+
+
+async def test_what_moves_again_and_again_while_it_is_read_is_not_taken_for_damaged(shared) -> None:
+    one, two = await shared.writer("w1"), await shared.writer("w2")
+    assert (await put(one, 1)).is_stored
+    await two.poll()
+    num_moves = 0
+
+    async def moved_before_it_is_read(name: str, offset: int, num_bytes: int) -> bytes:
+        nonlocal num_moves
+        if num_bytes > 128 and num_moves < 9:
+            num_moves += 1
+            await one._segments.rewrite([_segment_of(one, 1)])
+        return await medium.read(name, offset, num_bytes)
+
+    medium = hook(two, read=moved_before_it_is_read)
+    for _ in range(4):
+        _, status = await two.get_shard(shard(1)[0])
+        assert not status.is_damage
+        await two.poll()
+    assert await is_there(two, 1)
+
+
+async def test_what_moves_twice_while_its_writer_reads_it_is_found(shared) -> None:
+    one = await shared.writer("w1")
+    assert (await put(one, 1)).is_stored
+    num_moves = 0
+
+    async def moved_before_it_is_read(name: str, offset: int, num_bytes: int) -> bytes:
+        nonlocal num_moves
+        if num_moves < 2:
+            num_moves += 1
+            one._medium = one._segments._medium = medium
+            await one._segments.rewrite([_segment_of(one, 1)])
+            hook(one, read=moved_before_it_is_read)
+        return await medium.read(name, offset, num_bytes)
+
+    medium = hook(one, read=moved_before_it_is_read)
+    assert await is_there(one, 1)
+
+
+async def test_a_look_that_cannot_list_is_no_error_for_who_reads(shared) -> None:
+    one, two = await shared.writer("w1"), await shared.writer("w2")
+    assert (await put(one, 1)).is_stored
+    await two.poll()
+    await one._segments.rewrite([_segment_of(one, 1)])
+
+    async def names() -> set[str]:
+        raise OSError(errno.EIO, "the folder cannot be read")
+
+    medium = hook(two, names=names)
+    assert (await two.get_shard(shard(1)[0]))[1] is ReadStatus.AWAY
+    two._medium = two._segments._medium = medium
+    assert await is_there(two, 1)
+
+
+@pytest.mark.parametrize("mover", ["w1", "w2"])
+async def test_what_moves_while_all_is_listed_is_listed(shared, mover) -> None:
+    one, two = await shared.writer("w1"), await shared.writer("w2")
+    writers = {"w1": one, "w2": two}
+    for number in range(17):
+        assert (await put(one, number)).is_stored
+        assert (await put(two, 20 + number)).is_stored
+    await one.poll()
+    moving = writers[mover]
+    found = set()
+    is_first = True
+    async for headers in one.list_headers():
+        found |= _keys(headers)
+        if is_first:
+            is_first = False
+            names = [n for n in moving._segments.own() if moving._index.segments[n].is_sealed]
+            await moving._segments.rewrite(names)
+    assert found == {shard(n + more)[0].key16 for n in range(17) for more in (0, 20)}
+
+
+async def test_what_was_left_out_here_is_erased_with_the_rest(shared) -> None:
+    one, two = await shared.writer("w1"), await shared.writer("w2")
+    for number in range(9):  # the first eight fill a segment, which is sealed then
+        assert (await put(one, number)).is_stored
+    await two.poll()
+    ref, _, pieces = shard(3)
+    assert await two.delete_shards([ref]) == 1
+    refs = [shard(number)[0] for number in range(9)]
+    assert await listed(two) == set(refs)
+    await two.delete_shards(refs, erase=True)
+    assert shared.num_places_with(pieces[2]) == 0
+
+
+async def test_what_is_left_out_while_its_segment_is_copied_is_there_for_its_writer(shared) -> None:
+    one, two = await shared.writer("w1"), await shared.writer("w2")
+    for number in range(9):
+        assert (await put(one, number)).is_stored
+    await two.poll()
+    is_first = True
+
+    async def left_out_meanwhile(name: str, offset: int, num_bytes: int) -> bytes:
+        nonlocal is_first
+        if is_first and num_bytes > 128:  # a block, no header
+            is_first = False
+            await two.delete_shards([shard(number)[0] for number in (1, 6)])
+        return await medium.read(name, offset, num_bytes)
+
+    medium = hook(two, read=left_out_meanwhile)
+    await two.delete_shards([shard(3)[0]], erase=True)
+    await one.poll()
+    for number in range(9):
+        assert await is_there(one, number) == (number != 3), number

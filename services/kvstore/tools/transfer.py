@@ -145,7 +145,7 @@ def _bytes_at(path: Path, found: Found, num_bytes: int) -> bytes:
 
 async def _in_shared(backend: SharedBackend) -> list[tuple[ObjectHeader, Read]]:
     """Returns what a shared storage holds."""
-    blocks: list[tuple[ObjectHeader, Read]] = []
+    blocks: dict[ShardRef, tuple[ObjectHeader, Read]] = {}  # what moves meanwhile may come twice
     async for headers in backend.list_headers():
         for at in range(0, len(headers), SHARD_HEADER_BYTES):
             shard = ShardHeader.parse(headers[at : at + SHARD_HEADER_BYTES])
@@ -155,8 +155,8 @@ async def _in_shared(backend: SharedBackend) -> list[tuple[ObjectHeader, Read]]:
             raw = await backend.object_header(ref)
             header = ObjectHeader.parse(raw) if raw is not None else None
             if header is not None:
-                blocks.append((header, _shared_reader(backend, ref)))
-    return blocks
+                blocks[ref] = (header, _shared_reader(backend, ref))
+    return list(blocks.values())
 
 
 async def _in_nodes(blocks: ClusterBlocks) -> list[tuple[ObjectHeader, Read]]:
