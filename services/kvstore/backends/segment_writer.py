@@ -27,8 +27,10 @@ T = TypeVar("T")
 WRITING: Final = 4
 LISTING: Final = 12
 _WRITE_ATTEMPTS: Final = 8  # a growing segment may be taken by somebody who erases
-# A copy that began before somebody's erasure has ended long before.
+# A copy that began before somebody's erasure has ended long before; his own announcement goes then,
+# that of somebody who is gone at some time.
 _ANNOUNCED_S: Final = 600.0
+_LEFT_S: Final = 86_400.0
 _MAX_DOUBTFUL: Final = 1000
 _MERGE_AT: Final = 8  # so many small segments are written together into one
 
@@ -84,15 +86,20 @@ class SegmentWriter:
         self._next_number = 1
         self.lost: list[ShardRef] = []  # what was damaged when its segment was written anew
         self._erasures: dict[str, frozenset[ShardRef]] = {}  # of everybody, by name
-        self._announced: list[tuple[str, float]] = []
+        self._announced: dict[str, float] = {}  # everybody's announcements: first seen when
+        self._erasing = ""  # our announcement while it lasts
+        # Copies that were made; what was announced since has not been looked at.
+        self._copied: set[ShardRef] = set()
+        self._making: set[str] = set()
         # Names that we gave up creating; the storage may still do it (the oldest first).
         self._doubtful: dict[str, None] = {}
         self.slot_bytes = slot_bytes(config.payload_bytes, WHOLE)
 
-    async def settle(self, own: Sequence[str]) -> None:
+    async def settle(self, own: Sequence[str], wall_s: float) -> None:
         """Looks after the names that earlier lives of this writer left: what was not sealed is
         read whole, for its end may be torn; an empty segment goes."""
-        self._next_number = 1 + max(map(si.number_of, own), default=0)
+        # Numbers go on also where the last ones are gone: others may know what these names held.
+        self._next_number = max(1 + max(map(si.number_of, own), default=0), int(wall_s))
         for name in sorted(filter(si.is_segment, own)):
             segment = self._index.segments.get(name)
             if segment is None:
@@ -104,8 +111,8 @@ class SegmentWriter:
             if not segment.live:
                 await self.remove(name)
         await self._rewrite_deletes([name for name in own if si.is_deletes(name)])
-        for name in filter(si.is_erasures, own):
-            await self._ask(self._medium.delete(name))
+        for name in self.own():  # the former life may have ended right after a copy
+            self._copied |= self._index.segments[name].live.keys()
 
     async def _forget_torn(self, name: str) -> bool:
         """Forgets what cannot be read of a segment; False when it was taken away meanwhile.
@@ -214,6 +221,7 @@ class SegmentWriter:
 
     async def _make(self, name: str, pieces: Sequence[Buffer]) -> None:
         """Creates a name of ours; one that we gave up is remembered."""
+        self._making.add(name)
         try:
             await self._ask(self._medium.create(name, pieces), WRITING)
         except (StorageAway, asyncio.CancelledError):
@@ -221,12 +229,30 @@ class SegmentWriter:
             if len(self._doubtful) > _MAX_DOUBTFUL:
                 del self._doubtful[next(iter(self._doubtful))]
             raise
+        finally:
+            self._making.discard(name)
 
-    async def remove_late(self, names: Set[str]) -> None:
+    def is_making(self, name: str) -> bool:
+        """Returns whether a name is one that we are making, or gave up making."""
+        return name in self._making or name in self._doubtful
+
+    async def remove_late(self, names: Set[str], now_s: float) -> None:
         """Removes what we gave up creating and the storage did after all: whoever put what is in it
-        was told that it is not stored, and it may have been erased since."""
+        was told that it is not stored, and it may have been erased since. And announcements of
+        what is over."""
         for name in names & self._doubtful.keys():
             await self._ask(self._medium.delete(name))
+        lists = set(filter(si.is_erasures, names))
+        for name in self._announced.keys() - lists:
+            del self._announced[name]
+            self._erasures.pop(name, None)
+        for name in sorted(lists):
+            since_s = self._announced.setdefault(name, now_s)
+            is_mine = si.owner_of(name) == self._config.writer
+            if name == self._erasing:
+                self._announced[name] = now_s
+            elif now_s - since_s > (_ANNOUNCED_S if is_mine else _LEFT_S):
+                await self._ask(self._medium.delete(name))
 
     async def seal(self) -> None:
         """Ends the growing segment with its footer."""
@@ -295,19 +321,54 @@ class SegmentWriter:
             whole = [name for name in names if await self._copy_out(name, erased, shards)]
             for name in names:
                 self.abandon(name)
+            self._copied |= {ref_of(header) for header, _ in shards}
             # What was deleted while it was copied is not to come back.
             await self.append(shards, lambda ref: ref not in deleted)
         finally:
             self._index.buried = None
-        copied = {ref_of(header) for header, _ in shards}
         for name in names:
             if name in whole:
                 await self.remove(name)
             else:  # somebody else has it, under a name that the next look finds
                 self.lost += self._index.drop(name)
-        late = copied & await self._heed()
-        for name in sorted(self._index.holders(late)):
-            await self.erase_in(name)
+        await self._heed_copies()
+
+    async def _heed_copies(self) -> None:
+        """Takes out of what was copied what was announced as erased meanwhile."""
+        copied, self._copied = self._copied, set()
+        try:
+            for name in sorted(self._index.holders(copied & await self._heed())):
+                await self.erase_in(name)
+        except BaseException:
+            self._copied |= copied  # it is not done: again with the next tidying
+            raise
+
+    def _torn(self) -> list[str]:
+        """Returns our segments that nobody writes and that have no end."""
+        open_name = self._open[0] if self._open else ""
+        return [
+            name
+            for name in self.own()
+            if name != open_name and not self._index.segments[name].is_sealed
+        ]
+
+    @property
+    def is_untidy(self) -> bool:
+        """Returns whether something that was broken off is to be brought to an end."""
+        return bool(self._copied or self._torn())
+
+    async def tidy(self) -> None:
+        """Brings to an end what was broken off.
+
+        What lies in a torn segment behind what we know, or may be written there yet, was told to
+        nobody as stored: it is known to no erasure, and goes with the segment.
+        """
+        if self._torn():
+            await self.remove_empty()
+        if torn := self._torn():
+            await self.rewrite(torn)
+        if self._copied:
+            await self._heed_copies()
 
     async def _copy_out(
         self, name: str, erased: Set[ShardRef], shards: list[tuple[ShardHeader, bytes]]
@@ -343,16 +404,15 @@ class SegmentWriter:
                 self._erasures[name] = frozenset(si.erasures(data))
         return frozenset().union(*self._erasures.values())
 
-    async def announce(self, refs: Sequence[ShardRef], now_s: float) -> None:
-        """Tells everybody that shards are being erased; takes back what is long over."""
-        for name, at_s in list(self._announced):
-            if now_s - at_s > _ANNOUNCED_S:
-                await self._ask(self._medium.delete(name))
-                self._announced.remove((name, at_s))
-        name = si.erasures_name(self._config.writer, self._next_number)
+    async def announce(self, refs: Sequence[ShardRef]) -> None:
+        """Tells everybody that shards are being erased."""
+        self._erasing = name = si.erasures_name(self._config.writer, self._next_number)
         self._next_number += 1
         await self._make(name, [si.erasure(ref) for ref in refs])
-        self._announced.append((name, now_s))
+
+    def end_erasing(self) -> None:
+        """Lets the announcement go after a while."""
+        self._erasing = ""
 
     async def erase_in(self, name: str) -> None:
         """Writes a segment anew, whoever wrote it, without what is announced as erased."""
@@ -377,7 +437,11 @@ class SegmentWriter:
         """Makes a segment that its writer is still writing ours; returns its new name."""
         new = si.segment_name(self._config.writer, self._next_number)
         self._next_number += 1
-        await self._ask(self._medium.take(name, new))
+        self._making.add(new)
+        try:
+            await self._ask(self._medium.take(name, new))
+        finally:
+            self._making.discard(new)  # if it is done all the same, the next look finds it
         return new
 
     async def remove(self, name: str) -> None:
@@ -411,10 +475,9 @@ class SegmentWriter:
         self._deletes = (name, len(data))
 
     async def _rewrite_deletes(self, former: Sequence[str]) -> None:
-        """Replaces our lists of deleted shards by one of those that still matter."""
+        """Replaces our lists of deleted shards by one of those that still matter: also of none, for
+        it keeps the highest number."""
         needed = self._index.dead_of(self._config.writer)
-        if needed:
-            self._deletes = None
-            await self.write_deletes([si.tombstone(name, offset) for name, offset in needed])
+        await self.write_deletes([si.tombstone(name, offset) for name, offset in needed])
         for name in former:
             await self._ask(self._medium.delete(name))

@@ -15,6 +15,7 @@ import logging
 import random
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
@@ -52,6 +53,7 @@ _PARALLEL: Final = 16
 _LOOKS: Final = 4  # one after the other while segments move
 _ERASE_WAIT_S: Final = 0.01  # more at each look
 _MAX_ERASE_WAIT_S: Final = 0.25
+_TIDY_EVERY_S: Final = 10.0  # it may fail again and again
 _RETRY_S: Final = 1.0  # a storage that is away or full is asked again this long after it
 
 
@@ -82,7 +84,7 @@ class SegmentedBackend:
         self._poll_turn = asyncio.Lock()
         self._writer: asyncio.Task[None] | None = None
         self._segments = SegmentWriter(medium, config, self._index, self._ask, self._index_segment)
-        self._away_until_s = self._full_until_s = 0.0
+        self._away_until_s = self._full_until_s = self._tidy_at_s = 0.0
         self._is_closed = False
         self._news: list[Changes] = []
         self._guard = ClockGuard()
@@ -102,7 +104,7 @@ class SegmentedBackend:
                 break
         backend._news.clear()
         own = [name for name in names if si.owner_of(name) == config.writer]
-        await backend._segments.settle(own)
+        await backend._segments.settle(own, clock.wall_s())
         backend._writer = asyncio.create_task(backend._write_loop(), name="kv segments")
         return backend
 
@@ -194,6 +196,7 @@ class SegmentedBackend:
     async def poll(self) -> Changes:
         """Looks for what others wrote and removed; see SharedBackend."""
         await self._refresh()
+        await self._tidy()
         news, self._news = self._news, []
         lost, self._segments.lost = self._segments.lost, []
         removed = dict.fromkeys([*lost, *(ref for change in news for ref in change.removed)])
@@ -202,6 +205,16 @@ class SegmentedBackend:
             b"".join(self._still_there(change.added) for change in news),
             tuple(ref for ref in removed if self._index.place(ref) is None),
         )
+
+    async def _tidy(self) -> None:
+        """Brings to an end what was broken off; who has the turn just now does so himself."""
+        now_s = self._clock.now_s()
+        if self._turn.locked() or now_s < self._tidy_at_s or not self._segments.is_untidy:
+            return
+        self._tidy_at_s = now_s + _TIDY_EVERY_S
+        async with self._turn:
+            with suppress(StorageAway, StorageFull, OSError):
+                await self._segments.tidy()
 
     def _still_there(self, added: bytes) -> bytes:
         raws = (
@@ -218,7 +231,7 @@ class SegmentedBackend:
                 names, is_moving = await self._look()
                 if not is_moving:
                     break
-            await self._segments.remove_late(names)
+            await self._segments.remove_late(names, self._clock.now_s())
             await self._reap()
 
     async def _look(self) -> tuple[set[str], bool]:
@@ -233,8 +246,11 @@ class SegmentedBackend:
             if si.owner_of(name) != mine and not self._index.segments[name].is_sealed
         }
         # What others deleted they may still be read: their lists are read at the start only.
+        # Of ours there may be some that we took or made and were not told, or did not see at first.
         unknown = {
-            name for name in names - known if si.is_segment(name) and si.owner_of(name) != mine
+            name
+            for name in names - known - self._index.segments.keys()
+            if si.is_segment(name) and not self._segments.is_making(name)
         }
         has_gone = await self._index_names(unknown | growing)
         removed: list[ShardRef] = []
@@ -448,11 +464,12 @@ class SegmentedBackend:
 
     async def _erase(self, refs: Sequence[ShardRef]) -> int:
         count = sum(self._index.place(ref) is not None for ref in refs)
-        if not count:
-            return 0
         async with self._turn:
             try:
-                await self._segments.announce(refs, self._clock.now_s())
+                await self._segments.tidy()
+                if not count:
+                    return 0
+                await self._segments.announce(refs)
                 until_s = self._clock.now_s() + LISTING * self._config.timeout_s
                 for number in itertools.count():
                     await self._refresh()
@@ -468,6 +485,8 @@ class SegmentedBackend:
                     await self._clock.sleep(wait_s * random.uniform(0.5, 1.5))
             except (StorageFull, OSError) as error:
                 raise StorageAway(f"blocks could not be erased: {error}") from error
+            finally:
+                self._segments.end_erasing()
         raise StorageAway("blocks could not be erased: they keep moving")
 
     # ---- the rest -----------------------------------------------------------------------------

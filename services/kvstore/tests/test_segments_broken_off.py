@@ -158,3 +158,158 @@ async def test_what_is_deleted_is_not_remembered_for_ever(shared) -> None:
     await backend._segments.rewrite([_segment_of(backend, 1)])
     await backend.delete_shards([shard(1)[0]])
     assert not backend._index.buried
+
+
+async def test_a_segment_that_was_taken_and_nobody_was_told_is_found(shared) -> None:
+    one, two = await shared.writer("w1"), await shared.writer("w2")
+    for number in range(3):
+        assert (await put(one, number)).is_stored
+    await two.poll()
+
+    async def without_an_answer(name: str, new: str) -> None:
+        await medium.take(name, new)
+        raise StorageAway("no answer in time")
+
+    medium = hook(two, take=without_an_answer)
+    with pytest.raises(StorageAway):
+        await two.delete_shards([shard(1)[0]], erase=True)
+    two._away_until_s = 0.0
+    await two.poll()
+    for backend in (one, two):
+        await backend.poll()
+        assert await is_there(backend, 0)
+        assert await is_there(backend, 2)
+    await two.delete_shards([shard(1)[0]], erase=True)
+    assert shared.num_places_with(shard(1)[2][2]) == 0
+
+
+@pytest.mark.parametrize("lands_first", [True, False])
+async def test_an_append_that_lands_late_is_left_nowhere(shared, lands_first) -> None:
+    backend = await shared.writer()
+    assert (await put(backend, 1)).is_stored
+    late = _Late(backend)
+    late.is_late = True
+    assert await put(backend, 2) is PutStatus.AWAY
+    late.is_late = False
+    backend._away_until_s = 0.0
+    if lands_first:
+        await late.land()
+        assert shared.num_places_with(shard(2)[2][2]) == 1
+    # A tenant's erasure: none of its blocks is known here.
+    assert await backend.delete_shards([], erase=True) == 0
+    await late.land()
+    assert shared.num_places_with(shard(2)[2][2]) == 0
+    assert await is_there(backend, 1)
+
+
+async def test_a_segment_that_was_left_without_an_end_is_ended_by_a_poll(shared) -> None:
+    one, two = await shared.writer("w1"), await shared.writer("w2")
+    assert (await put(one, 1)).is_stored
+    late = _Late(one)
+    late.is_late = True
+    with pytest.raises(StorageAway):
+        await one._segments.seal()
+    late.is_late = False
+    one._away_until_s = 0.0
+    await one.poll()
+    await one._segments.seal()
+    await two.poll()
+    assert [segment.is_sealed for segment in two._index.segments.values()] == [True]
+    assert await is_there(two, 1)
+
+
+async def test_a_copy_is_compared_with_what_is_announced_when_the_storage_is_back(shared) -> None:
+    one, two = await shared.writer("w1"), await shared.writer("w2")
+    assert (await put(one, 1)).is_stored
+    assert (await put(one, 2)).is_stored
+    await two.poll()
+
+    async def append(*args) -> None:
+        one._medium = one._segments._medium = medium
+        await two.delete_shards([shard(1)[0]], erase=True)  # between reading and writing
+        hook(one, names=names)
+        await medium.append(*args)
+
+    async def names() -> set[str]:
+        raise StorageAway("no answer")
+
+    medium = hook(one, append=append)
+    with pytest.raises(StorageAway):
+        await one._segments.rewrite([_segment_of(one, 1)])
+    one._medium = one._segments._medium = medium
+    one._away_until_s = 0.0
+    await one.poll()
+    assert shared.num_places_with(shard(1)[2][2]) == 0
+    for backend in (one, two):
+        await backend.poll()
+        assert [await is_there(backend, number) for number in (1, 2)] == [False, True]
+
+
+async def test_a_copy_is_compared_with_what_is_announced_after_a_restart(shared) -> None:
+    one, two = await shared.writer("w1"), await shared.writer("w2")
+    assert (await put(one, 1)).is_stored
+    await two.poll()
+
+    async def append(*args) -> None:
+        one._medium = one._segments._medium = medium
+        await two.delete_shards([shard(1)[0]], erase=True)
+        await medium.append(*args)
+        raise asyncio.CancelledError  # its process ends here
+
+    medium = hook(one, append=append)
+    with pytest.raises(asyncio.CancelledError):
+        await one._segments.rewrite([_segment_of(one, 1)])
+    assert shared.num_places_with(shard(1)[2][2]) == 1
+    await one.close()
+    again = await shared.writer("w1")
+    await again.poll()
+    assert shared.num_places_with(shard(1)[2][2]) == 0
+
+
+async def test_who_erased_and_starts_again_is_heard_by_who_copied_meanwhile(shared) -> None:
+    one, two = await shared.writer("w1"), await shared.writer("w2")
+    assert (await put(one, 1)).is_stored
+    await two.poll()
+
+    async def append(*args) -> None:
+        one._medium = one._segments._medium = medium
+        await two.delete_shards([shard(1)[0]], erase=True)
+        await two.close()
+        await shared.writer("w2")
+        await medium.append(*args)
+
+    medium = hook(one, append=append)
+    await one._segments.rewrite([_segment_of(one, 1)])
+    assert shared.num_places_with(shard(1)[2][2]) == 0
+
+
+async def test_announcements_go_when_they_are_over_whoever_made_them(shared) -> None:
+    one, two = await shared.writer("w1"), await shared.writer("w2")
+    assert (await put(one, 1)).is_stored
+    await one.delete_shards([shard(1)[0]], erase=True)
+    await one.close()  # it never comes back
+    await two._segments.rewrite([])
+    names = {name for name in await two._medium.names() if name.startswith("w1/era-")}
+    assert names
+    assert two._segments._erasures
+    for now_s in (0.0, 1000.0):
+        await two._segments.remove_late(names, now_s)
+        assert await two._medium.names() >= names
+    await two._segments.remove_late(names, 100_000.0)
+    assert not names & await two._medium.names()
+    await two.poll()
+    assert not two._segments._erasures
+
+
+async def test_no_name_is_used_again_after_a_restart(shared) -> None:
+    one, two = await shared.writer("w1"), await shared.writer("w2")
+    assert (await put(one, 1)).is_stored
+    await one._segments.seal()
+    await two.poll()
+    await one.delete_shards([shard(1)[0]])
+    for _ in range(2):  # the first removes what is empty
+        await one.close()
+        one = await shared.writer("w1")
+    assert (await put(one, 2)).is_stored
+    await two.poll()
+    assert await is_there(two, 2)

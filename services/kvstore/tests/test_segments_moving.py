@@ -63,7 +63,7 @@ async def test_an_erasure_met_late_takes_nothing_that_its_writer_still_writes(sh
 
     async def announced_during_the_copy(*args) -> None:
         await append(*args)
-        await one._segments.announce([shard(1)[0]], 0.0)
+        await one._segments.announce([shard(1)[0]])
 
     hook(two, append=announced_during_the_copy)
     await two._segments.rewrite([mine])

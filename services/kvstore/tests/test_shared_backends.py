@@ -22,7 +22,7 @@ from services.kvstore.backends.shared import open_shared
 from services.kvstore.config import SharedConfig, StoreConfig
 from services.kvstore.tests.backend_suite import is_there, listed, put, run_suite, shard
 from services.kvstore.tests.servers import REGION, make_bucket, redis_server, s3_server
-from services.kvstore.tests.shared_kit import SLOT, PosixShared, RedisShared, S3Shared
+from services.kvstore.tests.shared_kit import SLOT, PosixShared, RedisShared, S3Shared, hook
 
 
 @pytest.fixture(scope="module")
@@ -341,6 +341,29 @@ async def test_many_random_lives_on_one_folder(tmp_path, seed) -> None:
     shared.folder.mkdir()
     await _check_random_lives(shared, seed)
     await shared.close()
+
+
+@pytest.mark.parametrize("shared", ["s3"], indirect=True)
+async def test_a_write_that_is_tried_again_and_was_done_the_first_time_is_erased_too(
+    shared,
+) -> None:
+    one, two = await shared.writer("w1"), await shared.writer("w2")
+    is_lost = True
+
+    async def answer_is_lost(name, pieces) -> None:
+        nonlocal is_lost
+        await medium.create(name, pieces)
+        if is_lost:
+            is_lost = False
+            raise FileExistsError("412")  # what the client's second try is told
+
+    medium = hook(one, create=answer_is_lost)
+    assert (await put(one, 1)).is_stored
+    await two.poll()
+    assert await one.delete_shards([shard(1)[0]], erase=True) == 1
+    assert shared.num_places_with(shard(1)[2][2]) == 0
+    await two.poll()
+    assert not await is_there(two, 1)
 
 
 async def test_a_restart_finds_its_own_again_and_what_it_deleted_stays_deleted(shared) -> None:
