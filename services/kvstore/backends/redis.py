@@ -334,7 +334,9 @@ class RedisBackend:
         return self._sizes.get(ref)
 
     async def list_headers(self) -> AsyncGenerator[bytes, None]:
-        """Yields headers; see BlockBackend. Raises StorageAway."""
+        """Yields headers, also of what was only left out here, and of what the server has taken
+        without an answer; see BlockBackend. Raises StorageAway."""
+        await self._scan()
         refs = sorted(self._sizes)
         for at in range(0, len(refs), 512):
             part = refs[at : at + 512]
@@ -370,13 +372,16 @@ class RedisBackend:
         ttl_s = TTL_S[header.ttl_class] if header.ttl_class < len(TTL_S) else max(TTL_S)
         head = self._me + data[:SHARD_HEADER_BYTES]
         try:
-            stored, _ = await asyncio.gather(
+            answers = await asyncio.gather(
                 self._one("SET", self._key(ref), self._me + data, "EX", ttl_s + _SLACK_S),
                 self._one(*self._entry(b"s", head)),
             )
+            is_full = any(isinstance(answer, Exception) for answer in answers)
+            if is_full:  # what others are not told of they would never learn
+                await self._one("DEL", self._key(ref))
         except StorageAway:
             return PutStatus.AWAY
-        if isinstance(stored, Exception):
+        if is_full:
             self._full_until_s = self._clock.now_s() + _RETRY_S
             return PutStatus.FULL
         self._sizes[ref] = header.shard_bytes
@@ -392,7 +397,8 @@ class RedisBackend:
         but erasing erases, whoever wrote it."""
         known = {ref for ref in refs if ref in self._sizes}
         going = sorted(ref for ref in known if erase or ref in self._own)
-        self._forget(known)
+        if not erase:
+            self._forget(known)
         commands = []
         for ref in going:
             commands += [("DEL", self._key(ref)), self._entry(b"r", self._key(ref))]
@@ -404,6 +410,7 @@ class RedisBackend:
             return len(known)  # here they are gone; they expire there
         if erase and any(isinstance(answer, Exception) for answer in answers[::2]):
             raise StorageAway("blocks could not be erased")
+        self._forget(known)  # not before: who is told that it failed erases once more
         return len(known)
 
     # ---- the rest -----------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from services.kvstore.backends.posix import PosixMedium
 from services.kvstore.backends.segment_writer import SegmentedConfig
 from services.kvstore.backends.segmented import SegmentedBackend
 from services.kvstore.formats import ShardHeader
-from services.kvstore.tests.backend_suite import is_there, listed, put, shard
+from services.kvstore.tests.backend_suite import is_there, put, shard
 from services.kvstore.tests.shared_kit import SEGMENTED, Hooked, PosixShared, hook
 
 
@@ -271,19 +271,6 @@ async def test_what_moves_while_all_is_listed_is_listed(shared, mover) -> None:
             names = [n for n in moving._segments.own() if moving._index.segments[n].is_sealed]
             await moving._segments.rewrite(names)
     assert found == {shard(n + more)[0].key16 for n in range(17) for more in (0, 20)}
-
-
-async def test_what_was_left_out_here_is_erased_with_the_rest(shared) -> None:
-    one, two = await shared.writer("w1"), await shared.writer("w2")
-    for number in range(9):  # the first eight fill a segment, which is sealed then
-        assert (await put(one, number)).is_stored
-    await two.poll()
-    ref, _, pieces = shard(3)
-    assert await two.delete_shards([ref]) == 1
-    refs = [shard(number)[0] for number in range(9)]
-    assert await listed(two) == set(refs)
-    await two.delete_shards(refs, erase=True)
-    assert shared.num_places_with(pieces[2]) == 0
 
 
 async def test_what_is_left_out_while_its_segment_is_copied_is_there_for_its_writer(shared) -> None:

@@ -199,6 +199,19 @@ async def test_only_its_writer_deletes_a_shard_but_anybody_erases_it(shared) -> 
         assert await is_there(two, number), number
 
 
+async def test_what_was_left_out_here_is_erased_with_the_rest(shared) -> None:
+    one, two = await shared.writer("w1"), await shared.writer("w2")
+    for number in range(9):  # the first eight fill a segment, which is sealed then
+        assert (await put(one, number)).is_stored
+    await two.poll()
+    ref, _, pieces = shard(3)
+    assert await two.delete_shards([ref]) == 1
+    refs = [shard(number)[0] for number in range(9)]
+    assert await listed(two) == set(refs)
+    await two.delete_shards(refs, erase=True)
+    assert shared.num_places_with(pieces[2]) == 0
+
+
 async def test_two_that_write_at_once_lose_nothing(shared) -> None:
     one, two = await shared.writer("w1"), await shared.writer("w2")
     statuses = await asyncio.gather(
@@ -468,6 +481,47 @@ async def test_what_a_follower_found_before_the_server_was_away_is_told_later(
     assert len(two._sizes) > 1, "something was found before"
     assert len((await two.poll()).added) == 6 * 128
     assert (await two.poll()).is_nothing
+
+
+@pytest.mark.parametrize("shared", ["redis"], indirect=True)
+async def test_what_a_server_took_without_an_answer_is_erased_when_it_answers(shared) -> None:
+    backend = await shared.writer()
+    send = backend._send
+
+    async def answer_is_lost(batch):
+        await send(batch)
+        raise StorageAway("no answer")
+
+    async def no_answer(batch):
+        raise StorageAway("no answer")
+
+    ref, _, pieces = shard(1)
+    backend._send = answer_is_lost
+    assert await put(backend, 1) is PutStatus.AWAY
+    backend._send = send
+    assert await listed(backend) == {ref}
+    backend._send = no_answer
+    with pytest.raises(StorageAway):
+        await backend.delete_shards([ref], erase=True)
+    backend._send = send
+    assert await backend.delete_shards([ref], erase=True) == 1
+    assert shared.num_places_with(pieces[2]) == 0
+
+
+@pytest.mark.parametrize("shared", ["redis"], indirect=True)
+async def test_p_34_what_others_cannot_be_told_of_for_want_of_memory_is_not_stored(shared) -> None:
+    backend = await shared.writer()
+    send = backend._send
+
+    async def too_full_for_the_log(batch):
+        answers = iter(await send([command for command in batch if command[0] != "XADD"]))
+        full = backend._errors.ResponseError("OOM command not allowed")
+        return [full if command[0] == "XADD" else next(answers) for command in batch]
+
+    backend._send = too_full_for_the_log
+    assert await put(backend, 1) is PutStatus.FULL
+    assert shared.num_places_with(shard(1)[2][2]) == 0
+    assert not await is_there(backend, 1)
 
 
 @pytest.mark.parametrize("shared", ["redis"], indirect=True)
