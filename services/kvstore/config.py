@@ -75,7 +75,7 @@ class SharedConfig:
     timeout_s: float = 5.0  # of one answer of the storage
     batch_blocks: int = 64  # at most so many in one write
     linger_ms: float = 50.0  # wait for more of them, where a write is an object (s3)
-    reap_after_days: float = 14.0  # segments of others that old are removed; 0: never
+    reap_after_days: float = 14.0  # what others left that wrote nothing since is removed; 0: never
     s3_endpoint: str = ""  # empty: Amazon's
     s3_region: str = "us-east-1"
     redis_password_file: str = secret("")

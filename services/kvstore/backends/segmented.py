@@ -232,7 +232,7 @@ class SegmentedBackend:
                 if not is_moving:
                     break
             await self._segments.remove_late(names, self._clock.now_s())
-            await self._reap()
+            await self._reap(names)
 
     async def _look(self) -> tuple[set[str], bool]:
         """Indexes what a listing shows; returns it, and whether something moved meanwhile: a
@@ -279,21 +279,38 @@ class SegmentedBackend:
         are_gone = await asyncio.gather(*(is_gone(name) for name in names))
         return [name for name, gone in zip(names, are_gone, strict=True) if gone]
 
-    async def _reap(self) -> None:
-        """Removes segments of others so old that every block in them has expired."""
+    async def _reap(self, names: Iterable[str]) -> None:
+        """Removes what writers that never came back left, when every block in it has expired. Who
+        still writes looks after his own: blocks that are used do not expire."""
         if self._config.reap_after_s <= 0:
             return
         if not self._guard.believes(self._clock.wall_s(), self._clock.now_s()):
             return  # a clock that jumps by weeks would take everybody's blocks away
         before_s = self._clock.wall_s() - self._config.reap_after_s
-        old = [
-            name
-            for name, segment in self._index.segments.items()
-            if 0 < segment.newest_s < before_s and si.owner_of(name) != self._config.writer
-        ]
-        for name in old:
-            await self._ask(self._medium.delete(name))
-            self._news.append(Changes(removed=tuple(self._index.drop(name))))
+        newest_s: dict[str, int] = {}
+        for name, segment in self._index.segments.items():
+            owner = si.owner_of(name)
+            newest_s[owner] = max(newest_s.get(owner, 0), segment.newest_s)
+        gone = {owner for owner, at_s in newest_s.items() if 0 < at_s < before_s}
+        for name in sorted(names):
+            if si.owner_of(name) in gone - {self._config.writer}:
+                with suppress(FileNotFoundError):  # somebody else was faster
+                    await self._reap_one(name, before_s)
+
+    async def _reap_one(self, name: str, before_s: float) -> None:
+        segment = self._index.segments.get(name)
+        if segment is None and si.is_segment(name):
+            return  # it could not be read
+        if segment is not None and self._medium.appends and not segment.is_sealed:
+            # Its writer may come back just now: what he wrote last must not go with it.
+            taken = await self._segments.take(name)
+            await self._index_segment(taken)
+            self._index.drop(name)
+            name = taken
+            if self._index.segments[name].newest_s >= before_s:
+                return
+        await self._ask(self._medium.delete(name))
+        self._news.append(Changes(removed=tuple(self._index.drop(name))))
 
     def owns(self, ref: ShardRef) -> bool:
         """Returns whether this process wrote the shard, or took it over."""

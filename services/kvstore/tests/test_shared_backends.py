@@ -433,7 +433,47 @@ async def test_segments_of_a_writer_that_never_came_back_are_removed_when_all_ex
     changes = await two.poll()
     assert await listed(two) == set()
     assert not changes.added
-    assert not {name for name in await two._medium.names() if name.startswith("w1/seg")}
+    assert not {name for name in await two._medium.names() if name.startswith("w1/")}
+
+
+@pytest.mark.parametrize("shared", ["posix", "s3"], indirect=True)
+async def test_old_segments_of_a_writer_that_still_writes_are_left_to_it(shared) -> None:
+    one = await shared.writer("w1")
+    now_s = int(SYSTEM_CLOCK.wall_s())
+    for number in (1, 2, 3, 4, 5, 6, 7, 8, now_s):  # eight fill a segment
+        await put(one, number)
+    two = await shared.writer("w2", reap_after_s=86_400.0)
+    for _ in range(2):
+        await two.poll()
+    assert await is_there(one, 1)
+    assert await is_there(two, 1)
+
+
+@pytest.mark.parametrize("shared", ["posix"], indirect=True)
+async def test_what_a_writer_that_comes_back_writes_last_is_not_removed_with_the_old(
+    shared,
+) -> None:
+    one = await shared.writer("w1")
+    for number in range(1, 5):
+        await put(one, number)
+    two = await shared.writer("w2", reap_after_s=86_400.0)
+    now_s = int(SYSTEM_CLOCK.wall_s())
+
+    async def he_comes_back(do, *args) -> None:
+        if args[0].startswith("w1/seg"):
+            assert (await put(one, now_s)).is_stored
+        await do(*args)
+
+    medium = hook(
+        two,
+        delete=lambda *args: he_comes_back(medium.delete, *args),
+        take=lambda *args: he_comes_back(medium.take, *args),
+    )
+    for _ in range(2):
+        await two.poll()
+    for backend in (two, one):
+        await backend.poll()
+        assert await is_there(backend, now_s)
 
 
 @pytest.mark.parametrize("shared", ["redis"], indirect=True)
