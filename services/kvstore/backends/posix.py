@@ -105,7 +105,10 @@ class PosixMedium:
 
     async def names(self) -> set[str]:
         """Returns all names. Raises StorageAway."""
-        return await self._run(self._names)
+        try:
+            return await self._run(self._names)
+        except OSError as error:
+            raise StorageAway(os.strerror(error.errno or 0)) from error
 
     def _names(self) -> set[str]:
         found = set()

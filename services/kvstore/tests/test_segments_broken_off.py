@@ -313,3 +313,24 @@ async def test_no_name_is_used_again_after_a_restart(shared) -> None:
     assert (await put(one, 2)).is_stored
     await two.poll()
     assert await is_there(two, 2)
+
+
+async def test_what_a_mount_that_fails_during_a_look_hides_is_found_when_it_is_back(shared) -> None:
+    one, two = await shared.writer("w1"), await shared.writer("w2")
+    assert (await put(one, 1)).is_stored
+    assert (await put(two, 2)).is_stored
+    await one.poll()
+
+    async def names() -> set[str]:
+        return set()
+
+    async def tail(name: str, num_bytes: int) -> tuple[bytes, int]:
+        raise FileNotFoundError(name)
+
+    medium = hook(one, names=names, tail=tail)
+    assert len((await one.poll()).removed) == 2
+    one._medium = one._segments._medium = medium
+    assert _keys((await one.poll()).added) == {shard(n)[0].key16 for n in (1, 2)}
+    assert one.owns(shard(1)[0])
+    assert await is_there(one, 1)
+    assert await is_there(one, 2)

@@ -648,6 +648,24 @@ async def test_a_mount_that_is_gone_is_never_taken_for_an_empty_store(tmp_path) 
     assert list((tmp_path / "kv").iterdir()) == []
 
 
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOENT])
+async def test_a_mount_that_cannot_be_listed_is_away(tmp_path, monkeypatch, number) -> None:
+    shared = PosixShared(folder=tmp_path / "mount")
+    shared.folder.mkdir()
+    backend = await shared.writer()
+
+    def scandir(path):
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", scandir)
+        with pytest.raises(StorageAway):
+            await backend.poll()
+        with pytest.raises(StorageAway):
+            await shared.writer("w2")
+    await shared.close()
+
+
 async def test_p_34_a_mount_without_room_is_full_and_nothing_is_written_over(
     tmp_path, monkeypatch
 ) -> None:
