@@ -435,7 +435,7 @@ async def test_one_call_too_many_is_refused_and_the_others_go_on() -> None:
     async with stream_call(stub.Both, timeout_s=60) as stream:
         await stream.write(b"x")
         assert await stream.read() == b"x"
-        while server.num_calls < 3:
+        while server.num_calls < 3:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
         failure = await failure_of(call(stub.Unary, b"x", timeout_s=60))
         assert failure.reason is Reason.OVERLOADED

@@ -28,7 +28,8 @@ from services.engine.training.parameters import from_source
 from services.engine.training.tasks.stages import KINDS, Stage
 from services.engine.training.train import DEFAULT_OUT, LOG, VOCABULARY
 
-_ROWS = {384: (Stage.LONG, 240), 768: (Stage.TOOLS, 240), 1536: (Stage.TOOLS, 80)}
+# Aims are set for rows of 768, to a hundredth: that takes thousands of answers of a kind.
+_ROWS = {384: (Stage.LONG, 240), 768: (Stage.TOOLS, 1200), 1536: (Stage.TOOLS, 80)}
 _DRAFT_ROWS = 60
 SCORES = "scores.json"
 CARD = "README.md"
