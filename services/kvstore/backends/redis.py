@@ -156,8 +156,10 @@ class RedisBackend:
     async def _flush(self, queued: Sequence[tuple[tuple[Any, ...], asyncio.Future[Any]]]) -> None:
         try:
             answers = await self._pipeline([command for command, _ in queued])
-        except StorageAway as error:
-            for _, answer in queued:
+        except Exception as error:
+            if not isinstance(error, StorageAway):
+                log.error("unforeseen failure of the shared storage", exc_info=error)
+            for _, answer in queued:  # nobody may wait for ever
                 if not answer.done():
                     answer.set_exception(StorageAway(str(error)))
             return

@@ -477,6 +477,21 @@ async def test_what_a_writer_that_comes_back_writes_last_is_not_removed_with_the
 
 
 @pytest.mark.parametrize("shared", ["redis"], indirect=True)
+async def test_an_unforeseen_failure_leaves_nobody_waiting(shared, monkeypatch) -> None:
+    backend = await shared.writer()
+
+    async def broken(batch) -> list[object]:
+        raise ValueError("an answer that is none")
+
+    monkeypatch.setattr(backend, "_send", broken)
+    assert await put(backend, 1) is PutStatus.AWAY
+    assert (await backend.get_shard(shard(1)[0]))[1] is ReadStatus.ABSENT
+    monkeypatch.undo()
+    assert (await put(backend, 1)).is_stored
+    assert await is_there(backend, 1)
+
+
+@pytest.mark.parametrize("shared", ["redis"], indirect=True)
 async def test_a_follower_that_fell_behind_the_log_looks_through_everything(shared) -> None:
     one, two = await shared.writer("w1"), await shared.writer("w2")
     for number in range(5):
