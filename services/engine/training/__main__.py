@@ -52,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if not (out / export.VISION).exists():
         part("vision", lambda: vision.run(out, options.vision_steps, seed=options.seed))
     part("checkpoint", lambda: export.export(out, options.to))
+    to: Path = options.to
+    part("quantised form", lambda: export.quantise(to, to.with_name(f"{to.name}-quantised")))
     figures = ["--out", out, "--model", options.to, "--plots", options.plots]
     part("figures", lambda: report.main([*map(str, figures), "--threads", str(options.threads)]))
 

@@ -15,7 +15,7 @@ from services.engine.model.network import load_network
 from services.engine.model.presets import TINY
 from services.engine.model.tests.kit import Driver, prompt
 from services.engine.training.draft import TEMPERATURES
-from services.engine.training.export import export, gathered
+from services.engine.training.export import export, gathered, quantise
 from services.engine.training.network import TrainingNetwork
 from services.engine.training.parameters import from_source, initial, is_draft, is_vision
 from services.engine.training.tokenizer import DEFAULT_FILE
@@ -66,3 +66,21 @@ def test_every_tensor_comes_back_as_near_as_its_form_allows(run, tmp_path, quant
         error = (found[name] - value).norm() / value.norm().clamp(min=1e-9)
         assert error < (0.2 if quantised else 0.004), name
     assert torch.equal(found["layers.3.ffn.gate.bias_vl"], params["layers.3.ffn.gate.bias"])
+
+
+def test_files_can_be_quantised_where_the_run_is_gone(run, tmp_path):
+    export(run, tmp_path / "plain")
+    quantise(tmp_path / "plain", tmp_path / "small")
+    export(run, tmp_path / "direct", quantised=True)
+    sizes = [
+        sum(path.stat().st_size for path in (tmp_path / name).glob("*.safetensors"))
+        for name in ("plain", "small", "direct")
+    ]
+    assert sizes[1] == sizes[2] < 0.6 * sizes[0]
+    config = ModelConfig.load(tmp_path / "small")
+    assert config == ModelConfig.load(tmp_path / "direct")
+    with CheckpointReader(tmp_path / "small", config) as source:
+        assert source.quantised
+        found = from_source(config, source)
+    for name, value in gathered(run).items():
+        assert (found[name] - value).norm() / value.norm().clamp(min=1e-9) < 0.2, name

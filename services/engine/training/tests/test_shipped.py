@@ -9,7 +9,7 @@ from services.engine.model.checkpoint import CheckpointReader
 from services.engine.model.network import load_network
 from services.engine.model.tests.kit import Driver
 from services.engine.training.evaluate import evaluate, held_out
-from services.engine.training.export import DEFAULT_TO
+from services.engine.training.export import DEFAULT_TO, QUANTISED_TO
 from services.engine.training.report import load
 from services.engine.training.tasks.stages import Stage
 from services.engine.training.tokenizer import DEFAULT_FILE
@@ -24,13 +24,18 @@ def head():
     return load(DEFAULT_TO)
 
 
+@pytest.fixture(scope="module", params=[DEFAULT_TO, QUANTISED_TO], ids=["bf16", "quantised"])
+def form(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
 def rows():
     return held_out(DEFAULT_FILE, Stage.TOOLS, 768, 8)
 
 
-def test_what_it_has_learned_is_right_on_rows_it_never_saw(head, rows):
-    scores = evaluate(head.network, rows)
+def test_what_it_has_learned_is_right_on_rows_it_never_saw(form, rows):
+    scores = evaluate(load(form).network, rows)
     assert scores.loss / scores.tokens < 0.1
     learned = (
         *("talk", "copy_words", "copy_digits", "fact", "recall", "needle"),
