@@ -47,9 +47,8 @@ class SegmentedConfig:
     linger_s: float = 0.05  # wait for more shards of a batch, where a batch is an object
     max_pending_shards: int = 1024
     timeout_s: float = 5.0
-    reap_after_s: float = (
-        14 * 86_400.0
-    )  # what others left that wrote nothing since is removed; 0: never
+    # What others left that wrote nothing since is removed so long after it; 0: never.
+    reap_after_s: float = 14 * 86_400.0
 
     def __post_init__(self) -> None:
         if not self.writer or not self.writer.replace("-", "").replace("_", "").isalnum():
