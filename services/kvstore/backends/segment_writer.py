@@ -32,6 +32,7 @@ _WRITE_ATTEMPTS: Final = 8  # a growing segment may be taken by somebody who era
 _ANNOUNCED_S: Final = 600.0
 _LEFT_S: Final = 86_400.0
 _MAX_DOUBTFUL: Final = 1000
+_MAX_FIRST_NUMBER: Final = 1 << 31
 _MERGE_AT: Final = 8  # so many small segments are written together into one
 
 
@@ -100,7 +101,9 @@ class SegmentWriter:
         """Looks after the names that earlier lives of this writer left: what was not sealed is
         read whole, for its end may be torn; an empty segment goes."""
         # Numbers go on also where the last ones are gone: others may know what these names held.
-        self._next_number = max(1 + max(map(si.number_of, own), default=0), int(wall_s))
+        # A clock of any year leaves room behind it in the 32 bits of a record.
+        at_least = min(max(int(wall_s), 1), _MAX_FIRST_NUMBER)
+        self._next_number = max(1 + max(map(si.number_of, own), default=0), at_least)
         for name in sorted(filter(si.is_segment, own)):
             segment = self._index.segments.get(name)
             if segment is None:

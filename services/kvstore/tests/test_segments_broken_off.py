@@ -334,3 +334,15 @@ async def test_what_a_mount_that_fails_during_a_look_hides_is_found_when_it_is_b
     assert one.owns(shard(1)[0])
     assert await is_there(one, 1)
     assert await is_there(one, 2)
+
+
+async def test_a_clock_of_any_year_gives_names_that_can_be_written_down(shared) -> None:
+    one = await shared.writer("w1")
+    for wall_s in (-1.0, 0.0, 9e9):
+        await one._segments.settle([], wall_s)
+        assert (await put(one, int(wall_s) % 97)).is_stored
+        await one.delete_shards([shard(int(wall_s) % 97)[0]])
+        assert 0 < one._segments._next_number < 1 << 32
+    again = await shared.writer("w1")
+    assert (await put(again, 200)).is_stored
+    assert await is_there(again, 200)
