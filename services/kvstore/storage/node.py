@@ -148,10 +148,13 @@ class Node:
                 header = ShardHeader.parse(headers[at : at + SHARD_HEADER_BYTES])
                 if header is None or header.created_s > before_s:
                     continue
-                fields = self.meta.table.get(header.key16)
-                if fields is None or fields[0] != header.put_id or fields[5] > State.DEGRADED:
+                if self._is_orphan(header):
                     orphans.append(ShardRef(header.key16, header.shard, header.put_id))
         return await self.backend.delete_shards(orphans) if orphans else 0
+
+    def _is_orphan(self, header: ShardHeader) -> bool:
+        fields = self.meta.table.get(header.key16)
+        return fields is None or fields[0] != header.put_id or fields[5] > State.DEGRADED
 
     async def delete_tenant(self, tag: bytes) -> int:
         """Erases every block that carries the tag; returns how many. No tombstone is left.

@@ -21,6 +21,7 @@ from services.kvstore.storage.node import Node, is_whole, record_of
 log = logging.getLogger(__name__)
 
 _HEADERS_AT_ONCE: Final = 64
+_MAX_SPARE: Final = 4096  # two that store the same block at once are rare
 
 
 class SharedNode(Node):
@@ -29,6 +30,8 @@ class SharedNode(Node):
     def __init__(self, backend: SharedBackend, meta: Meta, clock: Clock = SYSTEM_CLOCK) -> None:
         super().__init__(backend, meta, clock)
         self._shared = backend
+        # Others' puts of blocks that a record names already, taken up when the named one goes.
+        self._spare: dict[bytes, ShardHeader] = {}
         self.num_learnt = 0
 
     @classmethod
@@ -75,6 +78,7 @@ class SharedNode(Node):
             fields = self.meta.table.get(ref.key16)
             if fields is not None and fields[0] == ref.put_id:
                 self.meta.remove([ref.key16])
+            self._forget_spare(ref)
         replaced = []
         for at in range(0, len(changes.added), SHARD_HEADER_BYTES):
             header = ShardHeader.parse(changes.added[at : at + SHARD_HEADER_BYTES])
@@ -84,12 +88,41 @@ class SharedNode(Node):
             if known is not None:
                 is_better = known[7] & FLAG_APPROXIMATE and not header.flags & FLAG_APPROXIMATE
                 if not is_better:
+                    self._keep_spare(header, known[0])
                     continue
                 replaced.append(ShardRef(header.key16, 0, known[0]))
             # A tombstone here says that ours was evicted; theirs is another one.
             self.meta.remove([header.key16])
             self.num_learnt += self.meta.adopt(header.key16, record_of(header))
+        self._take_up_spare()
         return replaced
+
+    def _keep_spare(self, header: ShardHeader, known_put_id: int) -> None:
+        ref = ShardRef(header.key16, header.shard, header.put_id)
+        if header.put_id == known_put_id or self._shared.owns(ref):
+            return  # one of ours that no record names is an orphan
+        self._spare.pop(header.key16, None)
+        self._spare[header.key16] = header
+        if len(self._spare) > _MAX_SPARE:
+            del self._spare[next(iter(self._spare))]
+
+    def _is_orphan(self, header: ShardHeader) -> bool:
+        spare = self._spare.get(header.key16)
+        is_spare = spare is not None and spare.put_id == header.put_id
+        return not is_spare and super()._is_orphan(header)
+
+    def _forget_spare(self, ref: ShardRef) -> None:
+        spare = self._spare.get(ref.key16)
+        if spare is not None and spare.put_id == ref.put_id:
+            del self._spare[ref.key16]
+
+    def _take_up_spare(self) -> None:
+        """Names the second put of each block whose first one is gone, whoever removed it."""
+        gone = [key for key in self._spare if self.meta.get(key, even_expired=True) is None]
+        for key16 in gone:
+            header = self._spare.pop(key16)
+            self.meta.remove([key16])
+            self.num_learnt += self.meta.adopt(key16, record_of(header))
 
     async def delete_tenant(self, tag: bytes) -> int:
         """Erases every block that carries the tag, whoever wrote it; returns how many.
@@ -108,6 +141,8 @@ class SharedNode(Node):
                 part = refs[at : at + _HEADERS_AT_ONCE]
                 is_theirs = await asyncio.gather(*(self._has_tag(ref, tag) for ref in part))
                 going |= {ref: None for ref, goes in zip(part, is_theirs, strict=True) if goes}
+        for ref in going:
+            self._forget_spare(ref)
         self.meta.remove({ref.key16 for ref in going})
         await self._shared.delete_shards(list(going), erase=True)
         return len(going)
