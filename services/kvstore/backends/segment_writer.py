@@ -31,6 +31,10 @@ _WRITE_ATTEMPTS: Final = 8  # a growing segment may be taken by somebody who era
 # that of somebody who is gone at some time.
 _ANNOUNCED_S: Final = 600.0
 _LEFT_S: Final = 86_400.0
+# What cannot be read goes with its segment: one bad moment must not decide that, and a device that
+# reads nothing any more must not hold the turn for each of its shards.
+_READS_AGAIN: Final = 8
+_READ_AGAIN_S: Final = 0.1
 _MAX_DOUBTFUL: Final = 1000
 _MAX_FIRST_NUMBER: Final = 1 << 31
 _MERGE_AT: Final = 8  # so many small segments are written together into one
@@ -93,6 +97,7 @@ class SegmentWriter:
         # Copies that were made; what was announced since has not been looked at.
         self._copied: set[ShardRef] = set()
         self._making: set[str] = set()
+        self._reads_again = _READS_AGAIN  # left for the segments in hand
         # Names that we gave up creating; the storage may still do it (the oldest first).
         self._doubtful: dict[str, None] = {}
         self.slot_bytes = slot_bytes(config.payload_bytes, WHOLE)
@@ -124,6 +129,7 @@ class SegmentWriter:
         Raises: StorageAway; what a storage that is away does not show is there all the same.
         """
         segment = self._index.segments[name]
+        self._reads_again = _READS_AGAIN
         for ref in sorted(segment.live):
             try:
                 data = await self._read_in(name, ref)
@@ -144,13 +150,17 @@ class SegmentWriter:
         place = None if segment is None else segment.live.get(ref)
         if place is None:
             return None
-        try:
-            data = await self._ask(self._medium.read(name, place.offset, place.num_bytes))
-        except FileNotFoundError:
-            raise
-        except OSError:
-            return None  # as good as damaged
-        return data if check_shard(data, ref) is ReadStatus.OK else None
+        while True:
+            try:
+                data = await self._ask(self._medium.read(name, place.offset, place.num_bytes))
+                return data if check_shard(data, ref) is ReadStatus.OK else None
+            except FileNotFoundError:
+                raise
+            except OSError:
+                if not self._reads_again:
+                    return None  # as good as damaged
+            self._reads_again -= 1
+            await asyncio.sleep(_READ_AGAIN_S)
 
     def abandon(self, name: str = "") -> None:
         """Writes no more into the growing segment (of this name): what is in it is not known."""
@@ -319,6 +329,7 @@ class SegmentWriter:
         look after the copy: one of us removes it.
         """
         erased = await self._heed()
+        self._reads_again = _READS_AGAIN
         shards: list[tuple[ShardHeader, bytes]] = []
         self._index.buried = deleted = set[ShardRef]()
         try:

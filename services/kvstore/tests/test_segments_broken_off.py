@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 
 import pytest
 
@@ -346,3 +347,38 @@ async def test_a_clock_of_any_year_gives_names_that_can_be_written_down(shared) 
     again = await shared.writer("w1")
     assert (await put(again, 200)).is_stored
     assert await is_there(again, 200)
+
+
+@pytest.mark.parametrize("num_failures", [1, 5])
+async def test_a_bad_moment_while_a_segment_is_copied_is_no_damage(shared, num_failures) -> None:
+    one = await shared.writer("w1")
+    for number in range(3):
+        assert (await put(one, number)).is_stored
+    left = num_failures
+
+    async def read(name: str, offset: int, num_bytes: int) -> bytes:
+        nonlocal left
+        if left:
+            left -= 1
+            raise OSError(errno.EIO, "a bad moment")
+        return await medium.read(name, offset, num_bytes)
+
+    medium = hook(one, read=read)
+    await one._segments.rewrite([_segment_of(one, 1)])
+    assert [await is_there(one, number) for number in range(3)] == [True] * 3
+
+
+async def test_a_device_that_reads_nothing_is_not_asked_for_ever(shared) -> None:
+    one = await shared.writer("w1")
+    for number in range(8):
+        assert (await put(one, number)).is_stored
+    num_reads = 0
+
+    async def read(name: str, offset: int, num_bytes: int) -> bytes:
+        nonlocal num_reads
+        num_reads += 1
+        raise OSError(errno.EIO, "the device is gone")
+
+    hook(one, read=read)
+    await one._segments.rewrite([_segment_of(one, 1)])
+    assert num_reads == 8 + 8  # each block, and eight times again in all
