@@ -11,7 +11,7 @@ use std::io;
 use std::os::unix::fs::FileExt;
 
 use crate::crc;
-use crate::segment::ShardId;
+use crate::shard::ShardId;
 
 pub const RECORD_BYTES: usize = 48;
 /// How many slots one claim names.

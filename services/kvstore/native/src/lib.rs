@@ -8,6 +8,9 @@ pub mod index_log;
 pub mod object;
 pub mod pages;
 pub mod segment;
+mod segment_state;
+pub mod shard;
+pub mod slots;
 pub mod stripe;
 pub mod table;
 

@@ -11,7 +11,9 @@ use pyo3::types::PyBytes;
 
 use crate::ec::{Code, EcError, Path};
 use crate::object::{self, OBJECT_HEADER_BYTES};
-use crate::segment::{self, ShardId, StoreError};
+use crate::segment;
+use crate::shard::{SHARD_HEADER_BYTES, ShardId};
+use crate::slots::StoreError;
 use crate::table::{self, Key16, Record, Table};
 use crate::{chain, crc, stripe};
 
@@ -187,7 +189,7 @@ impl ErasureCode {
     ) -> PyResult<Vec<Bound<'py, PyBytes>>> {
         let template = array(template, "template")?;
         let pieces = pieces.iter().map(readable).collect::<PyResult<Vec<_>>>()?;
-        let len = segment::SHARD_HEADER_BYTES + stripe::data_len(&template);
+        let len = SHARD_HEADER_BYTES + stripe::data_len(&template);
         let (objects, mut shards): (Vec<_>, Vec<_>) = (0..self.0.k + self.0.m)
             .map(|_| blank_bytes(py, len))
             .collect::<PyResult<Vec<_>>>()?

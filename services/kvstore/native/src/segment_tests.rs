@@ -1,6 +1,7 @@
 //! Tests of the segment store: what is put comes back, and nothing else ever does.
 
 use super::*;
+use crate::index_log;
 
 fn shard(n: u64, put_id: u64, len: usize) -> (ShardId, Vec<u8>, Vec<u8>) {
     let mut key = [0; 16];

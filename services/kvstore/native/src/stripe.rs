@@ -4,7 +4,7 @@ use std::mem::MaybeUninit;
 
 use crate::crc;
 use crate::ec::{Code, EcError, Path};
-use crate::segment::SHARD_HEADER_BYTES;
+use crate::shard::SHARD_HEADER_BYTES;
 
 /// Length of each shard's data, as its header says.
 pub fn data_len(template: &[u8; SHARD_HEADER_BYTES]) -> usize {
@@ -82,7 +82,7 @@ fn write(to: &mut [MaybeUninit<u8>], from: &[u8]) {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::segment::parse_header;
+    use crate::shard::parse_header;
 
     fn template(len: u32) -> [u8; SHARD_HEADER_BYTES] {
         let mut header = [0; SHARD_HEADER_BYTES];
