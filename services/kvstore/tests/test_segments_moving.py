@@ -292,3 +292,54 @@ async def test_what_is_left_out_while_its_segment_is_copied_is_there_for_its_wri
     await one.poll()
     for number in range(9):
         assert await is_there(one, number) == (number != 3), number
+
+
+class _Vanishing:
+    """A medium in which one name is listed and never read: whoever looks comes too late."""
+
+    def __init__(self, medium, name: str) -> None:
+        self._medium = medium
+        self._name = name
+
+    def __getattr__(self, name):
+        return getattr(self._medium, name)
+
+    async def read(self, name, offset, num_bytes):
+        if name == self._name:
+            raise FileNotFoundError(name)
+        return await self._medium.read(name, offset, num_bytes)
+
+
+async def test_a_segment_written_anew_is_copied_from_itself_and_not_from_a_twin(shared) -> None:
+    one = await shared.writer("w1")
+    assert (await put(one, 1)).is_stored
+    assert (await put(one, 2)).is_stored
+    (segment,) = one._index.holders([shard(1)[0]])
+    # Another writer has a copy, which will be gone when it is read.
+    _, _, pieces = shard(1)
+    twin = "w2/seg-00000001"
+    (shared.folder / "w2").mkdir(exist_ok=True)
+    (shared.folder / twin).write_bytes(b"".join(pieces))
+    await one.poll()
+    assert one._index.place(shard(1)[0]).segment == twin
+    one._medium = one._segments._medium = _Vanishing(one._medium, twin)
+    await one._segments.rewrite([segment])
+    (shared.folder / twin).unlink()
+    for backend in (one, await shared.writer("w3")):
+        await backend.poll()
+        assert await is_there(backend, 1)
+        assert await is_there(backend, 2)
+
+
+async def test_a_segment_that_is_taken_while_it_is_copied_is_left_to_who_took_it(shared) -> None:
+    one = await shared.writer("w1")
+    assert (await put(one, 1)).is_stored
+    (segment,) = one._index.holders([shard(1)[0]])
+    taken = "w2/seg-00000007"
+    (shared.folder / "w2").mkdir(exist_ok=True)
+    (shared.folder / segment).rename(shared.folder / taken)
+    await one._segments.rewrite([segment])
+    assert segment not in one._index.segments
+    await one.poll()
+    assert await is_there(one, 1)
+    assert (await put(one, 2)).is_stored
