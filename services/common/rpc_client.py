@@ -185,6 +185,20 @@ async def _call_once(
             return await rpc
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from None
+        except asyncio.CancelledError:
+            raise _cancelled(rpc) from None
+
+
+def _cancelled(rpc: Any) -> BaseException:
+    """Returns Failure if it was the call that was cancelled, else the task's own error.
+
+    Whoever closes a channel ends the calls of all others on it: they lost a peer, and nobody asked
+    their tasks to end.
+    """
+    task = asyncio.current_task()
+    if rpc.cancelled() and not (task is not None and task.cancelling()):
+        return Failure(Reason.CLIENT_CANCELLED, "the call was cancelled")
+    return asyncio.CancelledError()
 
 
 class StreamCall(Generic[RequestT, ResponseT]):
@@ -200,7 +214,7 @@ class StreamCall(Generic[RequestT, ResponseT]):
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from None
         except asyncio.CancelledError:
-            raise self._cancelled() from None
+            raise _cancelled(self._rpc) from None
 
     async def read(self) -> ResponseT | None:
         """Returns the next item, None at the end."""
@@ -209,7 +223,7 @@ class StreamCall(Generic[RequestT, ResponseT]):
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from None
         except asyncio.CancelledError:
-            raise self._cancelled() from None
+            raise _cancelled(self._rpc) from None
         return None if item is grpc.aio.EOF else cast(ResponseT, item)
 
     async def write(self, item: RequestT) -> None:
@@ -219,7 +233,7 @@ class StreamCall(Generic[RequestT, ResponseT]):
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             raise await self._end(error) from None
         except asyncio.CancelledError:
-            raise self._cancelled() from None
+            raise _cancelled(self._rpc) from None
 
     async def done_writing(self) -> None:
         """Says that no more items follow."""
@@ -227,6 +241,8 @@ class StreamCall(Generic[RequestT, ResponseT]):
             await self._rpc.done_writing()
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
             raise await self._end(error) from None
+        except asyncio.CancelledError:
+            raise _cancelled(self._rpc) from None
 
     async def response(self) -> ResponseT:
         """Returns the single answer of a stream-to-unary call."""
@@ -234,6 +250,8 @@ class StreamCall(Generic[RequestT, ResponseT]):
             return cast(ResponseT, await self._rpc)
         except grpc.aio.AioRpcError as error:
             raise from_rpc_error(error) from None
+        except asyncio.CancelledError:
+            raise _cancelled(self._rpc) from None
 
     def cancel(self) -> None:
         """Ends the call now; the peer's handler reaches its `finally`."""
@@ -256,13 +274,6 @@ class StreamCall(Generic[RequestT, ResponseT]):
                 details=await self._rpc.details(),
             )
         )
-
-    def _cancelled(self) -> BaseException:
-        """Returns Failure if it was the call that was cancelled, else the task's own error."""
-        task = asyncio.current_task()
-        if self._rpc.cancelled() and not (task is not None and task.cancelling()):
-            return Failure(Reason.CLIENT_CANCELLED, "the call was cancelled")
-        return asyncio.CancelledError()
 
 
 @asynccontextmanager

@@ -317,6 +317,23 @@ async def test_p_06_a_cancelled_task_cancels_its_unary_call(world: World) -> Non
     await asyncio.wait_for(world.echo.ended.wait(), 30)
 
 
+@pytest.mark.parametrize("method", ["Unary", "Up"])
+async def test_a_call_whose_channel_somebody_closes_fails_and_cancels_no_task(
+    world: World, method: str
+) -> None:
+    async def called() -> object:
+        if method == "Unary":
+            return await call(world.stub.Unary, b"hang")
+        async with stream_call(world.stub.Up, timeout_s=20) as stream:
+            await stream.write(b"hang")
+            return await stream.response()
+
+    task = asyncio.ensure_future(called())
+    await asyncio.wait_for(world.echo.started.wait(), 30)
+    await world.channels.close()
+    assert (await failure_of(task)).reason is Reason.CLIENT_CANCELLED
+
+
 async def test_a_write_after_the_end_says_how_the_call_ended(world: World) -> None:
     async with stream_call(world.stub.Both, timeout_s=20) as stream:
         await stream.write(b"fail")
