@@ -1,7 +1,7 @@
 """Geometry of an image: planned size, tokens, patches; and its cache key.
 
 Pure arithmetic on declared width and height: no pixel is decoded here (S-05).
-Source: engine.md, sections 6.1 to 6.3; recipe.md, section 11.3; model.md, section 17.1.
+Source: engine.md, sections 6.1 to 6.3; recipe.md, sections 11.3 and 11.4; model.md, section 17.1.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ import math
 from dataclasses import dataclass
 
 MAX_ROUNDS = 10
+MAX_SIDE_PX = 16_383  # what WebP can hold; the codec counts every image's span within it
+MAX_SIDE_ROUNDS = 6
 
 
 @dataclass(frozen=True)
@@ -56,13 +58,33 @@ def plan_geometry(width: int, height: int, config: PatchConfig) -> Plan:
     """Planned size and grids of an image of declared `width` x `height`, both at least 1."""
     if width < 1 or height < 1:
         raise ValueError(f"an image of {width} x {height} pixels has no area")
+    size = _settle(width, height, config)
+    for _ in range(MAX_SIDE_ROUNDS):
+        if max(size) <= MAX_SIDE_PX:
+            return _grids(*size, config)
+        size = _settle(*_within_side(*size, config.patch), config)
+    raise NotConverged(f"{width} x {height} does not settle")
+
+
+def _settle(width: int, height: int, config: PatchConfig) -> tuple[int, int]:
+    """The size that plans to itself."""
     size = (width, height)
     for _ in range(MAX_ROUNDS):
         planned = _plan_once(*size, config)
         if planned == size:
-            return _grids(*size, config)
+            return size
         size = planned
     raise NotConverged(f"{width} x {height} does not settle")
+
+
+def _within_side(width: int, height: int, patch: int) -> tuple[int, int]:
+    """A slim image scaled onto the grid within the longest side (recipe.md, section 11.4)."""
+    longest = MAX_SIDE_PX // patch * patch
+    scale = longest / max(width, height)
+    return (
+        min(math.ceil(width * scale / patch) * patch, longest),
+        min(math.ceil(height * scale / patch) * patch, longest),
+    )
 
 
 def _plan_once(w: int, h: int, config: PatchConfig) -> tuple[int, int]:

@@ -13,8 +13,8 @@ from services.entrypoint.constraint import constraint_named, constraint_of
 from services.entrypoint.media import media_spans
 
 
-def image(data: bytes = b"img", **fields: int) -> recipe.Image:
-    defaults = {"start": 3, "num_tokens": 16, "width": 20, "height": 30}
+def image(data: bytes = b"img", **fields: int | str) -> recipe.Image:
+    defaults: dict[str, int | str] = {"start": 3, "num_tokens": 16, "width": 20, "height": 30}
     return recipe.Image(data=data, **{**defaults, **fields})
 
 
@@ -25,6 +25,8 @@ def test_ur_35_every_part_of_an_image_is_in_its_digest() -> None:
         media_spans([image(width=21)], "r1", 100),
         media_spans([image(width=30, height=20)], "r1", 100),
         media_spans([image()], "r2", 100),
+        media_spans([image(width=1000, height=800)], "r1", 100),
+        media_spans([image(width=1000, height=800, detail="low")], "r1", 100),
     ]
     digests = {spans[0].digest for spans in variants}
     assert len(digests) == len(variants)
