@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
+from typing import Final
 
 from pelagos.engine.v1 import records_pb2 as pb
 
@@ -29,6 +30,9 @@ log = logging.getLogger(__name__)
 
 # Patches behind one token of a span: a cell of 3 x 3 (engine.md, 6.1). The card plans exactly.
 _PATCHES_PER_TOKEN = 9
+# Images of one request at a time. All at once, one request of many images fills the queue of every
+# card, is refused itself however often it comes again, and so is everybody else meanwhile.
+_IMAGES_AT_ONCE: Final = 16
 
 
 class GrpcPeers:
@@ -131,11 +135,14 @@ class GrpcPeers:
 
     async def encode(self, request_id: str, tenant: str, images: list[Image]) -> dict[int, bytes]:
         """Encodes images, each on the least loaded card of a machine drawn at random."""
+        room = asyncio.Semaphore(_IMAGES_AT_ONCE)
+
+        async def one(image: Image) -> bytes:
+            async with room:
+                return await self._encode_one(request_id, tenant, image)
+
         async with asyncio.TaskGroup() as group:
-            tasks = {
-                image.span.start: group.create_task(self._encode_one(request_id, tenant, image))
-                for image in images
-            }
+            tasks = {image.span.start: group.create_task(one(image)) for image in images}
         return {start: task.result() for start, task in tasks.items()}
 
     async def _encode_one(self, request_id: str, tenant: str, image: Image) -> bytes:

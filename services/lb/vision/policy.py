@@ -140,6 +140,8 @@ class VisionBalancer:
 
     def report(self, report: CardReport, now_s: float) -> None:
         """Takes a card's report; the first one makes it a member."""
+        # Reports come whether or not images do: a lapsed charge must not wait for the next image.
+        self._lapse(now_s)
         card = self._cards.get(report.instance_id)
         if card is None:
             card = self._cards[report.instance_id] = _Card(report, now_s)

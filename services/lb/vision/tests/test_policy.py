@@ -50,6 +50,8 @@ def test_tickets_lapse_and_leave_nothing():
     balancer = balancer_with([0], ticket_s=60)
     balancer.pick(100, set(), 0.0)
     balancer.report(CardReport("c0", "c0:1", 0, 0, True), 60.0)
+    assert balancer.loads() == {"c0": 0}  # no image has come since
+    assert balancer.census()["tickets"] == 0
     balancer.pick(7, set(), 60.0)
     assert balancer.loads() == {"c0": 7}
 
