@@ -37,7 +37,7 @@ try it (in another terminal):
     -d '{{"model": "{model}", "messages": [{{"role": "user", "content": "{hello}"}}],
          "temperature": 0, "thinking": {{"type": "disabled"}}}}'
 
-  {program} chat      {program} status      Ctrl-C stops everything
+  {commands}      Ctrl-C stops everything
 """
 
 
@@ -111,7 +111,7 @@ async def _up(config: UpConfig) -> int:
 def _announce(stack: Stack, config: UpConfig, seconds: float) -> None:
     print(
         _MESSAGE.format(
-            program=_program(),
+            commands=commands(_program(), config.folder),
             seconds=seconds,
             count=len(list(stack)) + 1,
             engine=config.engine,
@@ -123,6 +123,14 @@ def _announce(stack: Stack, config: UpConfig, seconds: float) -> None:
         ),
         flush=True,
     )
+
+
+def commands(program: str, folder: Path) -> str:
+    """Returns what to type to talk to the stack in a folder and to look at it."""
+    if folder == default_folder():
+        return f"{program} chat      {program} status"
+    where = shlex.quote(str(folder))
+    return f"{program} chat --folder {where}      {program} status {where}"
 
 
 def _program() -> str:

@@ -23,15 +23,18 @@ from services.entrypoint.command_line import (
     parse_flags,
 )
 
-USAGE: Final = """usage: pelagos chat [--url URL] [--key-file FILE] [--model NAME] [--max-tokens N]
-       [--thinking on|off] [--temperature T] [--system TEXT] [--tools FILE] [MESSAGE]
+USAGE: Final = """usage: pelagos chat [--folder DIR] [--url URL] [--key-file FILE] [--model NAME]
+       [--max-tokens N] [--thinking on|off] [--temperature T] [--system TEXT] [--tools FILE]
+       [MESSAGE]
 
+--folder: of the stack to talk to, .local/stack unless given; --url and --key-file: of any other.
 With a MESSAGE one answer is printed; without, lines are read until the end of input.
 --tools: a JSON list of tools as the Chat API takes them, or "demo" for one that tells the weather;
 when one is called, the next line is its result. Greedy unless a temperature is given.
 While it reads lines: /new starts over, /thinking on|off, /quit ends; Ctrl-C stops an answer."""
 _FLAGS: Final = (
-    *("url", "key-file", "model", "max-tokens", "thinking", "temperature", "system", "tools"),
+    *("folder", "url", "key-file", "model", "max-tokens", "thinking", "temperature"),
+    *("system", "tools"),
 )
 _DIM, _CYAN, _PLAIN = "\x1b[2m", "\x1b[36m", "\x1b[0m"
 DEMO_TOOLS: Final = [
@@ -222,6 +225,11 @@ def _converse(talk: Conversation) -> None:
                 talk.say(line)
             except KeyboardInterrupt:
                 print("\n(stopped)", file=sys.stderr)
+            except UsageError as error:
+                # Nobody is at a pipe to ask again, and its reader must learn of it.
+                if not sys.stdin.isatty():
+                    raise
+                print(f"pelagos chat: {error}", file=sys.stderr)
 
 
 def _next_line(prompt: str) -> str | None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 from services.entrypoint.command_line import UsageError
+
+_BROKEN_OFF: Final = "the connection broke off within the answer"
 
 
 @dataclass
@@ -50,9 +53,9 @@ class Reply:
 def events_of(lines: Iterable[bytes], reply: Reply) -> Iterator[tuple[str, str]]:
     """Yields ("reasoning" | "content", text) of a stream and fills the reply on the way.
 
-    Raises: UsageError with the words of an error inside the stream.
+    Raises: UsageError with the words of an error inside the stream, or when it is not whole.
     """
-    for line in lines:
+    for line in _unbroken(lines):
         if not line.startswith(b"data: "):
             continue
         data = line[6:].strip()
@@ -72,6 +75,15 @@ def events_of(lines: Iterable[bytes], reply: Reply) -> Iterator[tuple[str, str]]
                 yield "content", text
             for part in delta.get("tool_calls") or ():
                 _take_call(part, reply)
+    # An entrypoint that is lost may end the connection as if all had been said.
+    raise UsageError(_BROKEN_OFF)
+
+
+def _unbroken(lines: Iterable[bytes]) -> Iterator[bytes]:
+    try:
+        yield from lines
+    except (OSError, http.client.HTTPException):
+        raise UsageError(_BROKEN_OFF) from None
 
 
 def _take_usage(usage: dict[str, Any] | None, reply: Reply) -> None:

@@ -1,7 +1,7 @@
 """What `pelagos chat` and `pelagos explain` share: where the entrypoint is, and the key.
 
-Given flags win; else the local stack's state file says both. Only the standard library: these
-commands start fast and run anywhere.
+Given flags win; else the state file of the local stack, or of the one in `--folder`, says both.
+Only the standard library: these commands start fast and run anywhere.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Final
 from urllib.parse import urlsplit
 
-_STATE_FILE: Final = Path(".local/stack/state.json")
+_FOLDER: Final = Path(".local/stack")
+_STATE_FILE: Final = "state.json"
 _TIMEOUT_S: Final = 600.0
 
 
@@ -32,19 +33,19 @@ class Target:
     def request(self, method: str, path: str, document: Any = None) -> http.client.HTTPResponse:
         """Sends one request; the answer may be read piece by piece."""
         parts = urlsplit(self.url)
-        if parts.scheme == "https":
-            connection: http.client.HTTPConnection = http.client.HTTPSConnection(
-                parts.netloc, timeout=_TIMEOUT_S
-            )
-        else:
-            connection = http.client.HTTPConnection(parts.netloc, timeout=_TIMEOUT_S)
         body = None if document is None else json.dumps(document).encode()
         headers = {"authorization": f"Bearer {self.key}", "content-type": "application/json"}
+        is_tls = parts.scheme == "https"
+        kind = http.client.HTTPSConnection if is_tls else http.client.HTTPConnection
         try:
+            connection = kind(parts.netloc, timeout=_TIMEOUT_S)
             connection.request(method, parts.path.rstrip("/") + path, body, headers)
             return connection.getresponse()
         except OSError as error:
             raise UsageError(f"{self.url} does not answer: {error}") from None
+        except http.client.HTTPException as error:  # a port of something else, or no port at all
+            text = str(error).strip() or type(error).__name__
+            raise UsageError(f"{self.url} does not speak HTTP: {text!r}") from None
 
 
 def parse_flags(args: Sequence[str], known: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -68,12 +69,13 @@ def parse_flags(args: Sequence[str], known: Sequence[str]) -> tuple[dict[str, st
     return flags, others
 
 
-def find_target(flags: dict[str, str], state_file: Path = _STATE_FILE) -> Target:
+def find_target(flags: dict[str, str], folder: Path = _FOLDER) -> Target:
     """Returns where to go. Raises UsageError saying which flag is missing."""
-    state = _read_state(state_file)
+    folder = Path(flags.get("folder", folder))
+    state = _read_state(folder / _STATE_FILE)
     url = flags.get("url") or _first_http(state)
     if not url:
-        raise UsageError("no local stack runs here; give --url http://host:port")
+        raise UsageError(f"no stack runs in {folder}; give --folder DIR or --url http://host:port")
     key_file = flags.get("key-file") or state.get("api_key_file", "")
     if not key_file:
         raise UsageError("give --key-file FILE with the API key")

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from services.entrypoint.command_line import UsageError, error_text, find_target, parse_flags
 
-USAGE: Final = "usage: pelagos explain ID [--url URL] [--key-file FILE]"
+USAGE: Final = "usage: pelagos explain ID [--folder DIR] [--url URL] [--key-file FILE]"
 _WHY: Final = {
     "cap": "the rest is always recomputed (the last ring of tokens)",
     "absent": "the next block was never stored, as far as is known",
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(USAGE)
         return 0
     try:
-        flags, words = parse_flags(args, ("url", "key-file"))
+        flags, words = parse_flags(args, ("folder", "url", "key-file"))
         if len(words) != 1:
             raise UsageError(USAGE)
         response = find_target(flags).request("GET", f"/v1/requests/{words[0]}")

@@ -308,6 +308,12 @@ def test_status_of_nothing_says_how_to_start(tmp_path: Path, capsys) -> None:
     assert "pelagos up" in capsys.readouterr().err
 
 
+def test_up_says_how_to_talk_to_the_stack_of_its_folder() -> None:
+    assert up.commands("pelagos", up.default_folder()) == "pelagos chat      pelagos status"
+    said = up.commands("pelagos", Path("/tmp/my stack"))
+    assert said == "pelagos chat --folder '/tmp/my stack'      pelagos status '/tmp/my stack'"
+
+
 def test_up_refuses_bad_flags_with_one_line() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "services.common.cli", "up", "--num-prefil=1"],

@@ -152,3 +152,21 @@ def test_bad_options_are_told(flags: dict[str, str], text: str) -> None:
     with pytest.raises(UsageError, match=text):
         chat._options(flags)
     assert chat._options({"tools": "demo"})["tools"] == chat.DEMO_TOOLS
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_question_that_failed_ends_a_pipe_and_not_a_conversation(
+    is_terminal: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = iter(["one", "two", None])
+    monkeypatch.setattr(chat, "_next_line", lambda prompt: next(lines))
+    monkeypatch.setattr("sys.stdin", Terminal() if is_terminal else io.StringIO())
+    target = Answers([b'data: {"error": {"message": "lost"}}\n'], stream({"content": "Hi."}))
+    talk = chat.Conversation(target, "m", {}, io.StringIO())  # type: ignore[arg-type]
+    if is_terminal:
+        chat._converse(talk)
+        assert "lost" in capsys.readouterr().err
+        assert len(target.bodies) == 2
+    else:
+        with pytest.raises(UsageError, match="lost"):
+            chat._converse(talk)

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import io
 import json
+import socket
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -44,7 +48,7 @@ def test_the_target_comes_from_flags_or_from_the_local_stack(tmp_path: Path) -> 
     key_file.write_text("pk-1\n")
     state = tmp_path / "state.json"
     with pytest.raises(UsageError, match="--url"):
-        find_target({}, state)
+        find_target({}, tmp_path)
     state.write_text(
         json.dumps(
             {
@@ -56,8 +60,9 @@ def test_the_target_comes_from_flags_or_from_the_local_stack(tmp_path: Path) -> 
             }
         )
     )
-    assert find_target({}, state) == Target("http://127.0.0.1:8000", "pk-1")
-    assert find_target({"url": "http://h:1"}, state).url == "http://h:1"
+    assert find_target({}, tmp_path) == Target("http://127.0.0.1:8000", "pk-1")
+    assert find_target({"folder": str(tmp_path)}) == Target("http://127.0.0.1:8000", "pk-1")
+    assert find_target({"url": "http://h:1"}, tmp_path).url == "http://h:1"
 
 
 def test_flags_are_checked() -> None:
@@ -77,3 +82,33 @@ def test_an_error_in_the_stream_is_not_an_answer() -> None:
     ]
     with pytest.raises(UsageError, match="lost"):
         list(events_of(lines, Reply()))
+
+
+def test_an_answer_that_broke_off_is_not_a_whole_one() -> None:
+    def cut(error: Exception | None) -> Iterator[bytes]:
+        yield b'data: {"choices":[{"delta":{"content":"a"}}]}'
+        if error is not None:
+            raise error
+
+    for error in (http.client.IncompleteRead(b""), ConnectionResetError(), None):
+        with pytest.raises(UsageError, match="broke off"):
+            list(events_of(cut(error), Reply()))
+
+
+def test_a_port_that_speaks_no_http_is_told_in_one_line(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(65536)
+                connection.sendall(b"\x00\x00\x12garbage\r\n")
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        url = f"http://127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(UsageError, match="does not speak HTTP"):
+            Target(url, "k").request("GET", "/")
+        thread.join()
+    with pytest.raises(UsageError, match="port"):
+        Target("http://127.0.0.1:abc", "k").request("GET", "/")
