@@ -109,13 +109,14 @@ def public_message(failure: Failure) -> str:
     return failure.message
 
 
-# Failures of instances: what happened inside is in the trace, not in the text.
+# Failures of instances: what happened inside is in the trace, not in the text. Codec, compiler and
+# balancers can be lost or missing as engines can, so no text says which it was.
 _TEXTS: Final[dict[Reason, str]] = {
     Reason.OVERLOADED: "The server is overloaded. Please try again later.",
     Reason.QUEUE_TIMEOUT: "The request waited too long for a free engine. Please try again later.",
     Reason.DRAINING: "The server is restarting. Please try again.",
-    Reason.NO_INSTANCE: "No engine is available at the moment. Please try again later.",
-    Reason.BACKEND_LOST: "The engine that ran this request was lost. Please try again.",
+    Reason.NO_INSTANCE: "The server cannot run this request at the moment. Please try again later.",
+    Reason.BACKEND_LOST: "The server lost what ran this request. Please try again.",
     Reason.DEADLINE: "The request's deadline has passed.",
 }
 

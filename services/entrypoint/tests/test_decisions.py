@@ -12,7 +12,12 @@ import pytest
 from services.common.clock import VirtualClock
 from services.common.errors import Api, Failure, Reason
 from services.entrypoint.admission import Door, Load
-from services.entrypoint.api.dialect import error_body, error_response, failure_frames
+from services.entrypoint.api.dialect import (
+    error_body,
+    error_response,
+    failure_frames,
+    public_message,
+)
 from services.entrypoint.auth import (
     Identity,
     KeyLimits,
@@ -466,3 +471,11 @@ def test_p_40_each_request_ends_once() -> None:
         with pytest.raises(Failure) as caught:
             ledger.explain(request_id, tenant)
         assert caught.value.reason is Reason.NOT_FOUND
+
+
+@pytest.mark.parametrize("reason", [Reason.BACKEND_LOST, Reason.NO_INSTANCE])
+def test_a_lost_codec_is_not_called_an_engine(reason: Reason) -> None:
+    said = public_message(Failure(reason, "recipe-18c09aeac9 at 127.0.0.1:4711 is gone"))
+    assert "engine" not in said
+    assert "127.0.0.1" not in said
+    assert said.endswith(("again.", "later."))
