@@ -38,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--modes", default="", help=f"comma-separated: {', '.join(m.name for m in MODES)}"
     )
     parser.add_argument("--per-kind", type=int, default=10, help="questions of each kind")
-    parser.add_argument("--kinds", default="", help="comma-separated; all unless given")
+    parser.add_argument(
+        "--kinds", default="", help=f"comma-separated, all unless given: {', '.join(KINDS)}"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the questions")
     parser.add_argument("--tokens", type=int, default=700, help="of a conversation, about")
     parser.add_argument("--parallel", type=int, default=8, help="questions at a time")
@@ -79,7 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 async def _score(args: argparse.Namespace, modes: Sequence[Mode]) -> Scores:
-    kinds = tuple(args.kinds.split(",")) if args.kinds else KINDS
+    kinds = tuple(kind.strip() for kind in args.kinds.split(",")) if args.kinds else KINDS
     asked = pick(args.per_kind, seed=args.seed, num_tokens=args.tokens, kinds=kinds)
     scores = Scores(asked)
     for ranks, num_decode in dict.fromkeys(mode.stack for mode in modes):
@@ -99,6 +101,8 @@ async def _score(args: argparse.Namespace, modes: Sequence[Mode]) -> Scores:
                 )
                 for mode in ours:
                     scores.by_mode[mode.name] = await asker.run(mode, asked)
+    if not scores.by_mode:
+        raise ValueError("no mode is left to ask this stack in")
     return scores
 
 

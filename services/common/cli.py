@@ -118,7 +118,7 @@ def _usage() -> str:
         f"  {'serve NAME':<12} one service, as in production",
     ]
     lines += [f"  {name:<12} {text}" for name, (_, text) in COMMANDS.items()]
-    lines += ["", "services: " + ", ".join(SERVICES)]
+    lines += [f"  {'version':<12} what is installed", "", "services: " + ", ".join(SERVICES)]
     return "\n".join(lines)
 
 

@@ -46,9 +46,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         if arg == "--json":
             as_json = True
-        elif arg.startswith("--folder"):
-            value = arg.partition("=")[2] or (args.pop(0) if args else "")
-            folder = Path(value)
+        elif arg == "--folder" and args:
+            folder = Path(args.pop(0))
+        elif arg.startswith("--folder="):
+            folder = Path(arg.partition("=")[2])
         elif arg.startswith("-") or wanted:
             print(_USAGE, file=sys.stderr)
             return 2

@@ -67,6 +67,7 @@ def test_a_request_is_found_by_its_id_or_its_trace(wanted: str, folder: Path, ca
 def test_what_is_not_there_is_said(folder: Path, capsys) -> None:
     assert trace_cli.main(["req-2", f"--folder={folder}"]) == 1
     assert trace_cli.main(["a", "b"]) == 2
+    assert trace_cli.main(["--folder"]) == 2
     assert trace_cli.main(["--folder", str(folder / "none")]) == 0
     captured = capsys.readouterr()
     assert "nothing for req-2" in captured.err

@@ -63,8 +63,8 @@ def named(names: str) -> tuple[Mode, ...]:
     if not names:
         return MODES
     wanted = {name.strip() for name in names.split(",")}
-    known = {mode.name for mode in MODES}
-    if unknown := sorted(wanted - known):
+    known = [mode.name for mode in MODES]
+    if unknown := sorted(wanted - set(known)):
         raise ValueError(f"no mode is named {', '.join(unknown)}; there are {', '.join(known)}")
     return tuple(mode for mode in MODES if mode.name in wanted)
 

@@ -63,7 +63,13 @@ def pick(
     """Returns `per_kind` questions of each kind, deep in conversations of about `num_tokens`.
 
     A conversation gives few of them, its later turns first: those look back the farthest.
+
+    Raises: ValueError naming kinds that no conversation has, and for less than one of each.
     """
+    if unknown := sorted(set(kinds) - set(KINDS)):
+        raise ValueError(f"no kind is named {', '.join(unknown)}; there are {', '.join(KINDS)}")
+    if per_kind < 1:
+        raise ValueError("at least one question of each kind is asked")
     wanted = Counter(dict.fromkeys(kinds, per_kind))
     found: list[Question] = []
     for number in range(_MAX_DIALOGUES):

@@ -23,6 +23,14 @@ def test_every_kind_is_asked_as_often_and_the_same_seed_asks_the_same():
         assert item.question.messages[-1]["role"] in ("user", "tool")
 
 
+def test_what_nobody_can_ask_is_refused_before_anything_starts():
+    for kinds, per_kind in ((("nope", "talk"), 1), (KINDS, 0)):
+        with pytest.raises(ValueError, match=r"nope; there are|at least one"):
+            pick(per_kind, kinds=kinds)
+    with pytest.raises(ValueError, match=", ".join(mode.name for mode in MODES)):
+        named("nope")
+
+
 def question(expected):
     return Question("k", ({"role": "user", "content": "?"},), (), None, False, expected)
 
