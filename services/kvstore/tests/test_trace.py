@@ -7,6 +7,9 @@ import pytest
 
 from services.kvstore import cli
 from services.kvstore.backends.local import LocalBackend, LocalBackendConfig
+from services.kvstore.backends.segment_index import footer
+from services.kvstore.inspect_files import shards_in
+from services.kvstore.placement import SHARD_HEADER_BYTES
 from services.kvstore.tests.backend_suite import put
 from services.kvstore.trace import TraceRequest, plot, read_trace, replay
 
@@ -83,3 +86,20 @@ async def test_ls_and_verify_read_the_files_of_a_store(tmp_path, capsys) -> None
     assert cli.main(["verify", str(tmp_path)]) == 1
     assert "FAULT: checksum" in capsys.readouterr().out
     assert cli.main(["ls", str(tmp_path / "nowhere")]) == 1
+
+
+@pytest.mark.parametrize("num_shards", [1, 32, 40, 100])
+async def test_the_headers_that_end_a_segment_are_no_shards(tmp_path, capsys, num_shards) -> None:
+    config = LocalBackendConfig(tmp_path / "s", 2 * 4096, 2 * 4096, payload_bytes=3000)
+    backend = await LocalBackend.open(config)
+    await put(backend, 1)
+    await backend.close()
+    (found,) = shards_in(tmp_path / "s", verify=True)
+    data = (tmp_path / "s" / found.file).read_bytes()
+    slot = data[found.offset : found.offset + 4096]
+    shared = tmp_path / "mount" / "w-1"
+    shared.mkdir(parents=True)
+    header = slot[:SHARD_HEADER_BYTES]
+    (shared / "seg-0001").write_bytes(slot * num_shards + footer([header] * num_shards))
+    assert cli.main(["verify", str(shared)]) == 0
+    assert capsys.readouterr().out == f"{num_shards} shards, 0 faults\n"
