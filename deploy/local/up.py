@@ -18,7 +18,7 @@ from deploy.local.etcd import EtcdFailed, EtcdMissing
 from deploy.local.model import ModelUnfit
 from deploy.local.plan import StackConfig
 from deploy.local.process import StartFailed
-from deploy.local.stack import Stack, StackRunning
+from deploy.local.stack import Stack, StackRunning, read_state
 from services.common.config import ConfigError, load, require, usage
 
 DEFAULT_HTTP_PORT: Final = 8000
@@ -74,7 +74,8 @@ async def _up(config: UpConfig) -> int:
     stopping = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         loop.add_signal_handler(number, stopping.set)
-    config = replace(config, http_port=free_port_or_any(config.http_port))
+    if read_state(config.folder) is None:  # else it is that stack that has the port
+        config = replace(config, http_port=free_port_or_any(config.http_port))
     phase = "starting "
     stack = Stack(config, on_progress=lambda text: _say(f"{phase}{text}"))
     started_s = loop.time()
@@ -94,7 +95,8 @@ async def _up(config: UpConfig) -> int:
         asked.cancel()
         return 0
     except StackRunning as error:
-        _say(f"{error}; `pelagos status` shows it")
+        where = "" if config.folder == default_folder() else f" {shlex.quote(str(config.folder))}"
+        _say(f"{error}; `pelagos status{where}` shows it")
         return 1
     except ModelUnfit as error:
         _say(f"pelagos up: {error}")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
@@ -312,6 +314,16 @@ def test_up_says_how_to_talk_to_the_stack_of_its_folder() -> None:
     assert up.commands("pelagos", up.default_folder()) == "pelagos chat      pelagos status"
     said = up.commands("pelagos", Path("/tmp/my stack"))
     assert said == "pelagos chat --folder '/tmp/my stack'      pelagos status '/tmp/my stack'"
+
+
+def test_up_beside_a_running_stack_says_so_and_nothing_of_its_port(tmp_path: Path, capsys) -> None:
+    (tmp_path / "state.json").write_text("{}")
+    with (tmp_path / "lock").open("a") as lock, socket.create_server(("127.0.0.1", 0)) as server:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        port = server.getsockname()[1]
+        assert up.main([f"--folder={tmp_path}", f"--http_port={port}"]) == 1
+    said = f"a stack is running in {tmp_path}; `pelagos status {tmp_path}` shows it\n"
+    assert capsys.readouterr().err == said
 
 
 def test_up_refuses_bad_flags_with_one_line() -> None:
