@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import enum
+import heapq
 import logging
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Sequence
@@ -31,6 +32,7 @@ from services.kvstore.storage.pgmap import PgMap
 log = logging.getLogger(__name__)
 
 _PARALLEL_REPAIRS: Final = 8
+_REPAIRS_A_TURN: Final = 1_024
 _RETRY_REPAIR_S: Final = 1.0
 # A put that is still on its way has shards and no record yet.
 _LEAVINGS_AGE_S: Final = 600
@@ -92,6 +94,7 @@ class Leader:
         self._is_auditing = False
         self._committed_meanwhile: set[bytes] = set()
         self._repairs: dict[bytes, None] = {}
+        self._repairs_later: dict[bytes, None] = {}  # could not be done; when all others had a turn
         self._repair_wanted = asyncio.Event()
         self.counts = Counts()
 
@@ -104,7 +107,7 @@ class Leader:
     @property
     def num_repairs(self) -> int:
         """Returns how many blocks wait for repair."""
-        return len(self._repairs)
+        return len(self._repairs) + len(self._repairs_later)
 
     @property
     def knows_all(self) -> bool:
@@ -166,7 +169,7 @@ class Leader:
         going = [key16 for key16 in self._keys() if pgmap.group_of(key16) in groups]
         self.meta.remove(going)
         for key16 in going:
-            self._repairs.pop(key16, None)
+            self._forget_repair(key16)
 
     def _keys(self) -> list[bytes]:
         keys: list[bytes] = []
@@ -332,11 +335,16 @@ class Leader:
 
     def want_repair(self, key16: bytes) -> bool:
         """Queues a block; returns whether it was queued now."""
-        if key16 in self._repairs or len(self._repairs) >= MAX_REPAIRS:
+        if key16 in self._repairs or self.num_repairs >= MAX_REPAIRS:
             return False
+        self._repairs_later.pop(key16, None)
         self._repairs[key16] = None
         self._repair_wanted.set()
         return True
+
+    def _forget_repair(self, key16: bytes) -> None:
+        self._repairs.pop(key16, None)
+        self._repairs_later.pop(key16, None)
 
     def report_bad(self, key16: bytes, put_id: int, shard: int) -> bool:
         """Takes note of a shard that is missing or damaged; returns whether repair was queued."""
@@ -371,21 +379,30 @@ class Leader:
         """Repairs what is queued, for ever, no faster than the budget."""
         while True:
             await self._repair_wanted.wait()
-            # Newest access first: the oldest may be evicted before anybody asks.
-            batch = sorted(self._repairs, key=self._age)[:_PARALLEL_REPAIRS]
-            for key16 in batch:
-                self._repairs.pop(key16, None)
+            # Newest access first: the oldest may be evicted before anybody asks. Many at a time,
+            # for looking through a long queue takes long.
+            turn = heapq.nsmallest(_REPAIRS_A_TURN, self._repairs, key=self._age)
+            for at in range(0, len(turn), _PARALLEL_REPAIRS):
+                await self._repair_some(turn[at : at + _PARALLEL_REPAIRS])
+            if not self._repairs:
+                if self._repairs_later:
+                    await self._clock.sleep(_RETRY_REPAIR_S)
+                # A full or silent member must not hold up what the others can take.
+                self._repairs |= self._repairs_later
+                self._repairs_later = {}
             if not self._repairs:
                 self._repair_wanted.clear()
-            results = await asyncio.gather(*(self._repair_one(key16) for key16 in batch))
-            moved = sum(num_bytes for num_bytes, _ in results)
-            again = [key for key, (_, done) in zip(batch, results, strict=True) if not done]
-            await self._clock.sleep(moved / self._repair_bytes_per_s)
-            if again:
-                if len(again) == len(batch):
-                    await self._clock.sleep(_RETRY_REPAIR_S)
-                for key16 in again:
-                    self.want_repair(key16)
+
+    async def _repair_some(self, keys16: Sequence[bytes]) -> None:
+        batch = [key16 for key16 in keys16 if key16 in self._repairs]
+        for key16 in batch:
+            del self._repairs[key16]
+        results = await asyncio.gather(*(self._repair_one(key16) for key16 in batch))
+        for key16, (_, is_done) in zip(batch, results, strict=True):
+            if not is_done and key16 not in self._repairs:
+                self._repairs_later[key16] = None
+        moved = sum(num_bytes for num_bytes, _ in results)
+        await self._clock.sleep(moved / self._repair_bytes_per_s)
 
     def _age(self, key16: bytes) -> int:
         fields = self.meta.table.get(key16)
@@ -398,13 +415,16 @@ class Leader:
             return 0, True
         profile, put_id = pgmap.profile, fields[0]
         # All members are asked: the bitmap is what was known, this is what is true.
-        shards, gone, unreachable = await self._read_shards(pgmap, key16, put_id)
+        shards, gone, silent, is_away = await self._read_shards(pgmap, key16, put_id)
         if len(shards) < profile.k:
-            if unreachable:
-                return 0, True  # an audit queues it again when a member is back
-            # Every member has answered and too few are good: this block is lost.
-            self.meta.remove([key16])
-            self.counts.dropped += 1
+            if is_away or silent:
+                # A member that is away is audited when it is back, and then it is queued again.
+                return 0, not silent
+            # Every member has answered and too few are good: this block is lost. Not the one that
+            # has taken its place meanwhile.
+            if self._is_in_force(key16, put_id):
+                self.meta.remove([key16])
+                self.counts.dropped += 1
             await self._delete({put_id: [key16]}, pgmap)
             return 0, True
         targets = sorted(gone)
@@ -415,36 +435,44 @@ class Leader:
             moved += sum(map(len, rebuilt.values()))
             for shard, bytes_ in rebuilt.items():
                 link = self._links.get(pgmap.node_of(key16, shard))
-                if link is not None:
+                if link is not None and self._is_in_force(key16, put_id):
                     status = await link.put(bytes_, pgmap.epoch, False)
                     if status in (PutStatus.BUFFERED, PutStatus.DURABLE):
                         written.add(shard)
+        self.counts.repaired += len(written)
+        now = self.meta.table.get(key16)
+        if now is not None and not self._is_in_force(key16, put_id):
+            # Evicted or replaced meanwhile: what was written came after the deletes.
+            await self._delete({put_id: [key16]}, pgmap, erase=True)
+            return moved, True
         # Only what was seen is changed: an audit may have learned of other shards meanwhile.
-        now = self.meta.get(key16)
-        if now is not None and now[0] == put_id:
+        if now is not None:
             bitmap = (now[4] | _bitmap(shards) | _bitmap(written)) & ~_bitmap(gone - written)
             if bitmap != now[4]:
                 self.meta.set_shards(key16, put_id, bitmap, _state_of(bitmap, pgmap))
-        self.counts.repaired += len(written)
-        return moved, len(written) == len(targets)
+        return moved, not silent and len(written) == len(targets)
+
+    def _is_in_force(self, key16: bytes, put_id: int) -> bool:
+        fields = self.meta.table.get(key16)
+        return fields is not None and fields[0] == put_id and fields[5] <= State.DEGRADED
 
     async def _read_shards(
         self, pgmap: PgMap, key16: bytes, put_id: int
-    ) -> tuple[dict[int, bytes], set[int], bool]:
-        """Returns the good shards, those that their member says are not good, and whether a member
-        did not answer."""
+    ) -> tuple[dict[int, bytes], set[int], set[int], bool]:
+        """Returns the good shards, those that their member says are not good, those whose member
+        is up and did not answer, and whether a member is away."""
         asked = {}
-        unreachable = False
+        is_away = False
         for shard in range(pgmap.profile.num_shards):
             link = self._links.get(pgmap.node_of(key16, shard))
             if link is None:
-                unreachable = True
+                is_away = True
             else:
                 asked[shard] = link.get(ShardRef(key16, shard, put_id))
         answers = dict(zip(asked, await asyncio.gather(*asked.values()), strict=True))
         good = {j: data for j, (data, _) in answers.items() if data is not None}
         silent = {j for j, (_, status) in answers.items() if status is ReadStatus.IO}
-        return good, answers.keys() - good.keys() - silent, unreachable or bool(silent)
+        return good, answers.keys() - good.keys() - silent, silent, is_away
 
     # ---- eviction -----------------------------------------------------------------------------
 
@@ -459,7 +487,7 @@ class Leader:
                 fields = self.meta.set_state(key16, State.EVICTING)
                 if fields is not None:
                     by_put[fields[0]].append(key16)
-                self._repairs.pop(key16, None)
+                self._forget_repair(key16)
         await self._delete(by_put, pgmap, erase=reason == "tenant")
         for put_id, keys in by_put.items():
             for key16 in keys:
