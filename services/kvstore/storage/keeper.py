@@ -52,6 +52,11 @@ class MapView:
         """Returns the addresses of the nodes that are there, by node id."""
         return {node: member.address for node, member in self._nodes().items()}
 
+    def lives(self) -> dict[str, str]:
+        """Returns which life of each node is there: another one than before has been away, however
+        short, also when it answers at the same address."""
+        return {node: member.incarnation for node, member in self._nodes().items()}
+
     def domains(self) -> dict[str, str]:
         """Returns the failure domain of each node that is there."""
         return {
@@ -131,6 +136,9 @@ class MapKeeper:
         domains = self._view.domains()
         if present is None:
             return build_map(domains, self._num_groups, self._profile)
+        if not self._view.stored:
+            # The store has lost it: who starts anew would wait for one for ever.
+            return present
         now_s = self._clock.now_s()
         away = present.nodes - domains.keys()
         self._away_since_s = {node: self._away_since_s.get(node, now_s) for node in away}

@@ -86,7 +86,7 @@ class Leader:
         self.led: frozenset[int] = frozenset()  # groups that are ready to serve
         # Groups that records may be of; at the start the log may hold any.
         self._held: frozenset[int] = frozenset(range(1 << 16))
-        self._known_up: dict[str, str] = {}
+        self._known_up: dict[str, str] = {}  # node -> its life
         self._known_epoch = 0
         self._changed = asyncio.Event()
         # Members that are up but did not say what they have: asked again until they do.
@@ -131,7 +131,7 @@ class Leader:
             pgmap = self._view.pgmap
             if pgmap is None:
                 continue
-            up = self._view.up()
+            up = self._view.lives()
             if self._node not in up:
                 self.led = frozenset()  # our lease is gone: others may lead; the records are kept
                 continue
@@ -143,13 +143,16 @@ class Leader:
                 self._committed_meanwhile.clear()
 
     async def _follow(self, pgmap: PgMap, up: dict[str, str]) -> None:
-        """Leads what this node should lead by the map, with what the members have."""
+        """Leads what this node should lead by the map, with what the members have.
+
+        Args:
+            up: the life of each node that is there.
+        """
         wanted = pgmap.led_by(self._node, up)
         self._give_up(self._held - wanted, pgmap)
         taken = wanted - self.led
         is_news = bool(taken) or pgmap.epoch != self._known_epoch
-        # A node at another address has been away, however short.
-        back = {node for node, where in up.items() if self._known_up.get(node) != where}
+        back = {node for node, life in up.items() if self._known_up.get(node) != life}
         self.led = self.led & wanted
         knows_all, silent = await self._audit(pgmap, up if is_news else back, wanted)
         if not knows_all and not is_news:
@@ -160,7 +163,7 @@ class Leader:
         self.counts.taken_over += len(taken)
         # A member that did not answer counts as not seen, or what only it has stays unknown.
         self._silent = silent
-        self._known_up = {node: where for node, where in up.items() if node not in silent}
+        self._known_up = {node: life for node, life in up.items() if node not in silent}
         self._known_epoch = pgmap.epoch
 
     def _give_up(self, groups: Collection[int], pgmap: PgMap) -> None:

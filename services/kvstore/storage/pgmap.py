@@ -94,12 +94,20 @@ def build_map(domains: Mapping[str, str], num_groups: int, profile: Profile) -> 
 
 def replace_node(old: PgMap, out: str, domains: Mapping[str, str]) -> PgMap | None:
     """Returns the map with a node that is lost replaced in each of its groups, under the next
-    epoch; None when no group can be helped. The place in the order stays, so shards keep theirs."""
+    epoch; None when no group can be helped. The place in the order stays, so shards keep theirs.
+
+    A group of which more nodes are away than it can do without keeps them: nobody could rebuild
+    what they hold, and when one returns everything is there again.
+
+    Args:
+        domains: failure domains of the nodes that are there.
+    """
     groups = []
     changed = False
     load: Counter[str] = Counter(node for group in old.groups for node in group)
     for number, group in enumerate(old.groups):
-        if out not in group:
+        num_away = sum(node not in domains for node in group)
+        if out not in group or num_away > old.profile.m:
             groups.append(group)
             continue
         used = {domains.get(node, node) for node in group if node != out}
