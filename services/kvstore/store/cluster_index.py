@@ -64,8 +64,13 @@ class ClusterIndex:
         return [key16 for key16 in _keys_of(self.merged.table) if self.merged.has(key16)]
 
     def note(self, key16: bytes, fields: Fields) -> None:
-        """Makes a commit of this process visible before the log brings it."""
-        self.merged.put_fields(key16, fields)
+        """Makes a commit of this process visible before the log brings it.
+
+        The answer may also come after the log has told more of this put, its end even.
+        """
+        told = (replica.get(key16) for replica in self._replicas.values())
+        if all(known is None or known[0] != fields[0] for known in told):
+            self.merged.put_fields(key16, fields)
 
     def _take(self, node: str, entries: bytes) -> None:
         """Merges what a node's log has said, after its replica took it."""
@@ -106,6 +111,9 @@ class ClusterIndex:
                     since_s = self._gone_since_s.setdefault(node, now_s)
                     if now_s - since_s > _FORGET_AFTER_S:
                         del self._gone_since_s[node]
+                        # It may still talk, cut off from the cluster store only: a log that goes on
+                        # from where it stood would not tell once more what is forgotten here.
+                        self._followers.pop(node).cancel()
                         self._drop(node, _keys_of(self._replicas.pop(node).table))
                 if self.is_level:
                     self.level.set()
