@@ -28,6 +28,7 @@ _TIMEOUT_S: Final = 5.0
 _LIST_TIMEOUT_S: Final = 120.0
 # A node that is frozen keeps its connection: silence between two parts is what tells it.
 _LIST_SILENCE_S: Final = 10.0
+ORPHAN: Final = "orphan"  # why a shard is reported that no record names
 _READ: Final = {
     pb.SHARD_STATUS_OK: ReadStatus.OK,
     pb.SHARD_STATUS_ABSENT: ReadStatus.ABSENT,
@@ -65,8 +66,7 @@ class NodeLink:
         self._clock = clock
         self.latency_s = 0.0
         self._gets: list[tuple[ShardRef, asyncio.Future[tuple[bytes | None, ReadStatus]]]] = []
-        self._puts: list[tuple[bytes, bool, asyncio.Future[PutStatus | None]]] = []
-        self._epoch = 0
+        self._puts: list[tuple[bytes, int, bool, asyncio.Future[PutStatus | None]]] = []
         self._tasks: set[asyncio.Task[None]] = set()
 
     def get(self, ref: ShardRef) -> asyncio.Future[tuple[bytes | None, ReadStatus]]:
@@ -84,8 +84,7 @@ class NodeLink:
         answer: asyncio.Future[PutStatus | None] = asyncio.get_running_loop().create_future()
         if not self._puts:
             asyncio.get_running_loop().call_soon(self._send_puts)
-        self._epoch = epoch
-        self._puts.append((shard, durable, answer))
+        self._puts.append((shard, epoch, durable, answer))
         return answer
 
     def _spawn(self, coroutine: object) -> None:
@@ -121,21 +120,22 @@ class NodeLink:
         waiting, self._puts = self._puts, []
         while waiting:
             count = num_bytes = 0
-            for shard, _, _ in waiting[:_MAX_BATCH]:
+            for shard, epoch, _, _ in waiting[:_MAX_BATCH]:
                 num_bytes += len(shard)
-                if count and num_bytes > _MAX_BATCH_BYTES:
+                # A shard cut for an older map must not pass the fence in a newer one's message.
+                if count and (num_bytes > _MAX_BATCH_BYTES or epoch != waiting[0][1]):
                     break
                 count += 1
             self._spawn(self._put_batch(waiting[:count]))
             waiting = waiting[count:]
 
     async def _put_batch(
-        self, batch: Sequence[tuple[bytes, bool, asyncio.Future[PutStatus | None]]]
+        self, batch: Sequence[tuple[bytes, int, bool, asyncio.Future[PutStatus | None]]]
     ) -> None:
         request = pb.PutShardsRequest(
-            shards=[pb.Shard(bytes=shard, index=shard[5]) for shard, _, _ in batch],
-            epoch=self._epoch,
-            durable=any(durable for _, durable, _ in batch),
+            shards=[pb.Shard(bytes=shard, index=shard[5]) for shard, *_ in batch],
+            epoch=batch[0][1],
+            durable=any(durable for _, _, durable, _ in batch),
         )
         found: list[PutStatus | None] = [None] * len(batch)
         try:
@@ -146,7 +146,7 @@ class NodeLink:
         except Failure:
             pass
         finally:
-            for (_, _, future), status in zip(batch, found, strict=True):
+            for (*_, future), status in zip(batch, found, strict=True):
                 if not future.done():
                     future.set_result(status)
 
@@ -155,6 +155,15 @@ class NodeLink:
 
     async def delete(self, refs: Sequence[ShardRef], epoch: int, erase: bool = False) -> int:
         """Frees shards; returns how many, fewer when the node is away (its orphans go later)."""
+        num_deleted, _ = await self._free(refs, epoch, erase)
+        return num_deleted
+
+    async def erase(self, refs: Sequence[ShardRef], epoch: int) -> bool:
+        """Frees shards and overwrites their bytes; returns whether the node has said so of all."""
+        _, is_done = await self._free(refs, epoch, True)
+        return is_done
+
+    async def _free(self, refs: Sequence[ShardRef], epoch: int, erase: bool) -> tuple[int, bool]:
         num_deleted = 0
         for at in range(0, len(refs), _REFS_AT_ONCE):
             shards = [ref_to_proto(ref) for ref in refs[at : at + _REFS_AT_ONCE]]
@@ -162,9 +171,9 @@ class NodeLink:
             try:
                 answer = await call(self.storage.DeleteShards, request, timeout_s=self._timeout_s)
             except Failure:
-                break
+                return num_deleted, False
             num_deleted += int(answer.deleted)
-        return num_deleted
+        return num_deleted, True
 
     async def report_bad(self, ref: ShardRef, why: str) -> None:
         """Tells the node, as the primary of a shard's group, that the shard is missing or bad."""

@@ -21,7 +21,7 @@ from pelagos.kvstore.v1 import storage_pb2 as pb
 from services.common.clock import SYSTEM_CLOCK, Clock
 from services.common.errors import Failure
 from services.common.rpc_client import call
-from services.kvstore.backends.base import PutStatus, ReadStatus, ShardRef
+from services.kvstore.backends.base import PutStatus, ReadStatus, ShardRef, StorageAway
 from services.kvstore.backends.verify import check_object
 from services.kvstore.checksums import crc32c
 from services.kvstore.erasure import join
@@ -87,7 +87,8 @@ class _Read:
     """The shards of one block as they come."""
 
     good: dict[int, bytes] = field(default_factory=dict)
-    bad: list[int] = field(default_factory=list)
+    bad: list[int] = field(default_factory=list)  # missing or damaged
+    num_damaged: int = 0
     unreachable: int = 0
 
 
@@ -109,7 +110,8 @@ class ClusterBlocks:
         self._index = index
         self._config = config
         self._clock = clock
-        self._written: dict[int, int] = {}  # bitmap of a put that waits for its commit
+        # Of puts that wait for their commit: which shards were taken, under which map.
+        self._written: dict[int, tuple[int, PgMap]] = {}
         self._reading: dict[bytes, asyncio.Task[tuple[bytes | None, ReadStatus]]] = {}
         self._background: set[asyncio.Task[Any]] = set()
         self._recent_s: list[float] = []
@@ -166,8 +168,10 @@ class ClusterBlocks:
             read = await self._read_shards(pgmap, key[:16], put_id, bitmap, avoid)
             bad += read.bad
             if len(read.good) < pgmap.profile.k:
-                # Nodes that are away or late say nothing of the block: that is no damage.
-                status = ReadStatus.AWAY if read.unreachable else ReadStatus.DATA
+                # Nodes that are away or late say nothing of the block: that is no damage. Nor is
+                # one that was evicted, or replaced, since we heard of it.
+                gone = ReadStatus.DATA if read.num_damaged else ReadStatus.ABSENT
+                status = ReadStatus.AWAY if read.unreachable else gone
                 if status is ReadStatus.AWAY and self._clock.now_s() < again_until_s:
                     continue
                 break
@@ -234,6 +238,7 @@ class ClusterBlocks:
                     read.unreachable += 1
                 else:
                     read.bad.append(shard)
+                    read.num_damaged += status is not ReadStatus.ABSENT
         self._recent_s = [*self._recent_s[-199:], self._clock.now_s() - started_s]
         read.unreachable += len(waiting)
         self.counts.bad_shards += len(read.bad)
@@ -330,27 +335,28 @@ class ClusterBlocks:
         if bitmap.bit_count() < pgmap.profile.k:
             await self.take_back(block, put_id)
             return None
-        self._written[put_id] = bitmap
+        self._written[put_id] = bitmap, pgmap
         return put_id
 
     async def commit(self, block: NewBlock, put_id: int) -> Outcome:
         """Asks the group's primary to make the block visible."""
         now_s = int(self._clock.wall_s())
-        bitmap = self._written.pop(put_id)
+        bitmap, written_under = self._written.pop(put_id)
         key16 = block.key[:16]
-        record = Record(
-            put_id=put_id,
-            block_index=block.block_index,
-            created_s=now_s,
-            access_epoch=now_s // EPOCH_S,
-            shards=bitmap,
-            state=State.COMMITTED,
-            ttl_class=block.ttl_class,
-            flags=block.flags,
-        )
         for attempt in range(_COMMIT_ATTEMPTS):
             pgmap = self._view.pgmap
             assert pgmap is not None
+            record = Record(
+                put_id=put_id,
+                block_index=block.block_index,
+                created_s=now_s,
+                access_epoch=now_s // EPOCH_S,
+                # A member that was replaced since has taken its shard along.
+                shards=bitmap & ~_moved(key16, written_under, pgmap),
+                state=State.COMMITTED,
+                ttl_class=block.ttl_class,
+                flags=block.flags,
+            )
             group = pgmap.group_of(key16)
             # The parent is of another group, and PUT has seen it committed: none is named here.
             request = pb.CommitRequest(
@@ -408,6 +414,8 @@ class ClusterBlocks:
         return by_node
 
     async def _ask_primaries(self, keys16: Sequence[bytes], method: str, make: Any) -> list[Any]:
+        """Returns an answer of each primary, None of one that gave none."""
+
         async def ask(node: str, keys: list[bytes]) -> Any:
             link = self._links.get(node)
             if link is None:
@@ -418,8 +426,7 @@ class ClusterBlocks:
                 return None
 
         by_node = self._by_primary(keys16)
-        answers = await asyncio.gather(*(ask(node, keys) for node, keys in by_node.items()))
-        return [answer for answer in answers if answer is not None]
+        return await asyncio.gather(*(ask(node, keys) for node, keys in by_node.items()))
 
     async def touch(self, keys: bytes, ttl_class: int) -> int:
         """Renews access of blocks, one message a primary."""
@@ -429,7 +436,7 @@ class ClusterBlocks:
             "TouchObjects",
             lambda some: pb.TouchObjectsRequest(keys16=some, ttl_class=ttl_class),
         )
-        return sum(answer.touched for answer in answers)
+        return sum(answer.touched for answer in answers if answer is not None)
 
     async def pin(self, pin_id: str, keys16: bytes, ttl_s: float) -> int:
         """Holds blocks against eviction, one message a primary."""
@@ -440,7 +447,7 @@ class ClusterBlocks:
             "PinObjects",
             lambda some: pb.PinObjectsRequest(pin_id=pin_id, keys16=some, ttl_ms=ttl_ms),
         )
-        return sum(answer.pinned for answer in answers)
+        return sum(answer.pinned for answer in answers if answer is not None)
 
     async def renew_pin(self, pin_id: str) -> None:
         """Pins lapse here: reads of a hit begin long before that."""
@@ -457,41 +464,72 @@ class ClusterBlocks:
 
     async def delete_tenant(self, tag: bytes) -> int:
         """Erases a tenant's blocks from all nodes that are up, puts that were never committed too;
-        returns how many blocks went."""
+        returns how many blocks went.
+
+        Raises: StorageAway when some may be left: a node that is up did not answer, or what is away
+            could make a block whole of which nobody can tell whose it is.
+        """
         pgmap = self._view.pgmap
         if pgmap is None:
-            return 0
-        shards: dict[tuple[bytes, int], int] = defaultdict(int)
-        for node in sorted(self._view.up()):
-            link = self._links.get(node)
-            headers = await link.headers() if link is not None else None
-            for header in map(ShardHeader.parse, headers or ()):
-                if header is not None:
-                    shards[header.key16, header.put_id] |= 1 << header.shard
+            raise StorageAway("there is no placement map yet")
+        shards, misplaced, is_sure = await self._all_shards(pgmap)
         puts = sorted(shards)
         going: list[tuple[bytes, int]] = []
         for at in range(0, len(puts), _PUTS_AT_ONCE):
             part = puts[at : at + _PUTS_AT_ONCE]
             tags = await asyncio.gather(*(self._tag_of(pgmap, put, shards[put]) for put in part))
-            going += [put for put, found in zip(part, tags, strict=True) if found == tag]
-        count = await self._evict(sorted({key16 for key16, _ in going}), "tenant")
+            going += [put for put, (found, _) in zip(part, tags, strict=True) if found == tag]
+            is_sure = is_sure and all(is_known for _, is_known in tags)
+        count, all_answered = await self._evict(sorted({key16 for key16, _ in going}), "tenant")
         # What no record names any more, or never did: a put that lost, or was broken off.
         by_node: dict[str, list[ShardRef]] = defaultdict(list)
         for key16, put_id in going:
             for shard in range(pgmap.profile.num_shards):
                 by_node[pgmap.node_of(key16, shard)].append(ShardRef(key16, shard, put_id))
+        all_going = set(going)
+        for node, refs in misplaced.items():
+            by_node[node] += [ref for ref in refs if (ref.key16, ref.put_id) in all_going]
         links = ((self._links.get(node), refs) for node, refs in by_node.items())
-        await asyncio.gather(
-            *(link.delete(refs, pgmap.epoch, erase=True) for link, refs in links if link)
+        erased = await asyncio.gather(
+            *(link.erase(refs, pgmap.epoch) for link, refs in links if link)
         )
+        if not (is_sure and all_answered and all(erased)):
+            raise StorageAway("not every storage node could be asked")
         return count
 
-    async def _tag_of(self, pgmap: PgMap, put: tuple[bytes, int], bitmap: int) -> bytes | None:
-        """Returns whose block a put is; None when nobody could read it. Its first shard begins with
-        the object's header; without that one the block is put together."""
+    async def _all_shards(
+        self, pgmap: PgMap
+    ) -> tuple[dict[tuple[bytes, int], int], dict[str, list[ShardRef]], bool]:
+        """Returns the shards of every put as bitmaps, those that the map has elsewhere by node,
+        and whether that is all that could be a block."""
+        shards: dict[tuple[bytes, int], int] = defaultdict(int)
+        misplaced: dict[str, list[ShardRef]] = defaultdict(list)
+        up = self._view.up()
+        num_away = max(sum(node not in up for node in group) for group in pgmap.groups)
+        is_all = num_away < pgmap.profile.k
+        for node in sorted(up):
+            link = self._links.get(node)
+            headers = await link.headers() if link is not None else None
+            is_all = is_all and headers is not None
+            for header in map(ShardHeader.parse, headers or ()):
+                if header is None:
+                    continue
+                shards[header.key16, header.put_id] |= 1 << header.shard
+                if pgmap.node_of(header.key16, header.shard) != node:
+                    ref = ShardRef(header.key16, header.shard, header.put_id)
+                    misplaced[node].append(ref)
+        return shards, misplaced, is_all
+
+    async def _tag_of(
+        self, pgmap: PgMap, put: tuple[bytes, int], bitmap: int
+    ) -> tuple[bytes | None, bool]:
+        """Returns whose block a put is, None when nobody could read it, and whether that is all
+        that will ever be known. Its first shard begins with the object's header; without that one
+        the block is put together."""
         key16, put_id = put
         first = self._links.get(pgmap.node_of(key16, 0))
         data: bytes | None = None
+        is_known = True
         if bitmap & 1 and first is not None:
             shard, _ = await first.get(ShardRef(key16, 0, put_id))
             data = None if shard is None else shard[SHARD_HEADER_BYTES:]
@@ -499,20 +537,27 @@ class ClusterBlocks:
             read = await self._read_shards(pgmap, key16, put_id, bitmap, frozenset())
             if len(read.good) >= pgmap.profile.k:
                 data = await asyncio.to_thread(_joined, read.good, pgmap)
+            up = self._view.up()
+            num_away = sum(node not in up for node in pgmap.members_of(key16))
+            # Evicted since it was listed is known enough; late or damaged is not.
+            could_be_read = bitmap.bit_count() + num_away >= pgmap.profile.k
+            is_known = not could_be_read or not (read.unreachable or read.num_damaged)
+            self._report(key16, put_id, read.bad if read.num_damaged else [], pgmap)
         header = ObjectHeader.parse((data or b"")[:OBJECT_HEADER_BYTES])
-        return None if header is None else header.tenant_tag
+        return (None, is_known) if header is None else (header.tenant_tag, True)
 
-    async def _evict(self, keys16: list[bytes], reason: str) -> int:
-        """Asks the primaries to let blocks go; returns how many went."""
-        count = 0
+    async def _evict(self, keys16: list[bytes], reason: str) -> tuple[int, bool]:
+        """Asks the primaries to let blocks go; returns how many went, and whether all answered."""
+        count, all_answered = 0, True
         for at in range(0, len(keys16), _EVICTIONS_AT_ONCE):
             answers = await self._ask_primaries(
                 keys16[at : at + _EVICTIONS_AT_ONCE],
                 "EvictObjects",
                 lambda some: pb.EvictObjectsRequest(keys16=some, reason=reason),
             )
-            count += sum(answer.evicted for answer in answers)
-        return count
+            count += sum(answer.evicted for answer in answers if answer is not None)
+            all_answered = all_answered and None not in answers
+        return count, all_answered
 
     async def stat(self) -> StoreStat:
         """Returns the counts over all nodes that answer."""
@@ -533,6 +578,12 @@ class ClusterBlocks:
         for task in [*self._background, *self._reading.values()]:
             task.cancel()
         await asyncio.gather(*self._background, return_exceptions=True)
+
+
+def _moved(key16: bytes, old: PgMap, new: PgMap) -> int:
+    """Returns which shards of a key have another place in the new map, as a bitmap."""
+    shards = range(new.profile.num_shards)
+    return sum(1 << j for j in shards if old.node_of(key16, j) != new.node_of(key16, j))
 
 
 def _is_of(data: bytes, key16: bytes, shard: int, put_id: int) -> bool:

@@ -181,7 +181,7 @@ async def _write_some(c, put, count: int) -> None:
 
 async def _commit(c, put) -> None:
     new, put_id, shards = put
-    c.blocks._written[put_id] = (1 << len(shards)) - 1
+    c.blocks._written[put_id] = (1 << len(shards)) - 1, c.view.pgmap
     await c.blocks.commit(new, put_id)
 
 

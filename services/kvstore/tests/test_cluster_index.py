@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from services.kvstore.formats import State
 from services.kvstore.store import cluster_index as index_module
 from services.kvstore.store.blocks import Outcome
 from services.kvstore.tests.cluster_kit import ROOT, cluster
@@ -55,7 +56,7 @@ async def test_a_commit_answered_late_brings_no_evicted_block_back(tmp_path) -> 
         await answered.wait()
         await until(lambda: c.index.find(block.key[:16]) is not None)
         assert await leader_of_key(c, block.key).evict([block.key[:16]], "test") == 1
-        await until(lambda: c.index.find(block.key[:16]) is None)
+        await until(lambda: c.index.merged.table.get(block.key[:16])[5] == State.TOMBSTONE)
         go.set()
         assert (await put).name == Outcome.COMMITTED.name
         assert c.index.find(block.key[:16]) is None
