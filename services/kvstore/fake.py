@@ -121,6 +121,11 @@ class MemoryBlocks:
         """Returns a byte per key, 1 when stored."""
         return bytes(self.meta.has(keys[at : at + 16]) for at in range(0, len(keys), 32))
 
+    def index_of(self, key: bytes) -> int | None:
+        """Returns the number of a stored block in its chain."""
+        fields = self.meta.get(key[:16])
+        return None if fields is None else fields[1]
+
     async def touch(self, keys: bytes, ttl_class: int) -> int:
         """Renews access of blocks."""
         return self.meta.touch(keys, 32, ttl_class)

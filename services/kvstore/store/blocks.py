@@ -132,6 +132,10 @@ class BlockStore(Protocol):
         """Returns a byte per key of 32 bytes, 1 when stored."""
         ...
 
+    def index_of(self, key: bytes) -> int | None:
+        """Returns the number of a stored block in its chain; None when it is not stored."""
+        ...
+
     async def touch(self, keys: bytes, ttl_class: int) -> int:
         """Renews access of blocks; returns how many moved."""
         ...
@@ -281,6 +285,11 @@ class EmbeddedBlocks:
     def exists(self, keys: bytes) -> bytes:
         """Returns a byte per key, 1 when stored."""
         return bytes(self._meta.has(keys[at : at + 16]) for at in range(0, len(keys), 32))
+
+    def index_of(self, key: bytes) -> int | None:
+        """Returns the number of a stored block in its chain."""
+        fields = self._meta.get(key[:16])
+        return None if fields is None else fields[1]
 
     async def touch(self, keys: bytes, ttl_class: int) -> int:
         """Renews access of blocks."""

@@ -402,6 +402,11 @@ class ClusterBlocks:
             self._index.find(keys[at : at + 16]) is not None for at in range(0, len(keys), 32)
         )
 
+    def index_of(self, key: bytes) -> int | None:
+        """Returns the number of a stored block in its chain."""
+        fields = self._index.find(key[:16])
+        return None if fields is None else fields[1]
+
     def _by_primary(self, keys16: Sequence[bytes]) -> dict[str, list[bytes]]:
         pgmap = self._view.pgmap
         by_node: dict[str, list[bytes]] = defaultdict(list)

@@ -72,7 +72,7 @@ class Putter:
         self._max_queued_bytes = max_queued_bytes
         self._turns = asyncio.Semaphore(max_parallel)
         self._in_flight: dict[bytes, asyncio.Future[PutResult]] = {}
-        self._tenants: dict[bytes, bytes] = {}  # of what is in flight, by key
+        self._blocks_in_flight: dict[bytes, NewBlock] = {}
         self._erasing: Counter[bytes] = Counter()
         self._of_key: dict[bytes, _Turn] = {}
         self.num_queued = 0
@@ -88,7 +88,9 @@ class Putter:
         self._erasing[tag] += 1
         try:
             while pending := [
-                put for key, put in self._in_flight.items() if self._tenants[key] == tag
+                put
+                for key, put in self._in_flight.items()
+                if self._blocks_in_flight[key].tenant_tag == tag
             ]:
                 await asyncio.wait(pending)
             return await self._blocks.delete_tenant(tag)
@@ -146,22 +148,27 @@ class Putter:
 
     async def _put_as_first(self, block: NewBlock) -> PutResult:
         parent = self._in_flight.get(block.parent)
-        if block.block_index > 1 and parent is None and not self._is_stored(block.parent):
+        parent_index = self._index_of(block.parent)
+        if block.block_index > 1 and parent_index is None:
             return PutResult.NO_PARENT
+        # Eviction goes by it, leaves first. The root, which is before the first block, has none.
+        if parent_index is not None and block.block_index != parent_index + 1:
+            return PutResult.KEY_MISMATCH
         ours: asyncio.Future[PutResult] = asyncio.get_running_loop().create_future()
         self._in_flight[block.key] = ours
-        self._tenants[block.key] = block.tenant_tag
+        self._blocks_in_flight[block.key] = block
         result = PutResult.DROPPED
         try:
             async with self._turns:
                 result = await self._store(block, parent)
             return result
         finally:
-            del self._in_flight[block.key], self._tenants[block.key]
+            del self._in_flight[block.key], self._blocks_in_flight[block.key]
             ours.set_result(result)
 
-    def _is_stored(self, key: bytes) -> bool:
-        return self._blocks.exists(key) == b"\1"
+    def _index_of(self, key: bytes) -> int | None:
+        on_its_way = self._blocks_in_flight.get(key)
+        return on_its_way.block_index if on_its_way is not None else self._blocks.index_of(key)
 
     async def _store(self, block: NewBlock, parent: asyncio.Future[PutResult] | None) -> PutResult:
         if block.digest and xxh3_128(block.payload) != block.digest:

@@ -219,6 +219,9 @@ class _Refuses:
     def is_stored(self, block: NewBlock) -> bool:
         return False
 
+    def index_of(self, key: bytes) -> int | None:
+        return None
+
     async def write(self, block: NewBlock) -> int | None:
         self.num_writes += 1
         await self.go_on.wait()

@@ -211,6 +211,23 @@ async def test_puts_that_do_not_agree_are_answered_and_store_nothing(tmp_path) -
         assert await s.put_all(blocks) == [PutStatus.COMMITTED] * 4
 
 
+@pytest.mark.parametrize("is_stored", [False, True])
+async def test_a_block_whose_number_does_not_follow_its_parents_is_refused(
+    tmp_path, is_stored: bool
+) -> None:
+    """Its number decides whether it is evicted before its parent or after it."""
+    tokens = token_ids(10, 600)
+    async with stack(tmp_path) as s:
+        blocks = blocks_of(await root_of(s, tokens), tokens)
+        odd = [replace(blocks[1], index=index) for index in (1, 3, 1_000)]
+        if is_stored:
+            assert await s.store.put(blocks[0]) is PutStatus.COMMITTED
+        first, *others = await s.put_all([*blocks[:1], *odd])
+        assert first.is_stored
+        assert others == [PutStatus.KEY_MISMATCH] * 3
+        assert await s.store.put(blocks[1]) is PutStatus.COMMITTED
+
+
 async def test_ur_33_a_slot_that_changed_under_a_put_is_refused(tmp_path) -> None:
     tokens = token_ids(11, 200)
     ring = SlotRing.create("kv-test", 8192, 1)
