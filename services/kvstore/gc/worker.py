@@ -5,6 +5,7 @@ It runs beside the node (`pelagos serve gc`) or inside it, with the same code.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 
 from pelagos.kvstore.v1 import storage_pb2 as storage
@@ -14,15 +15,18 @@ from services.common.errors import Failure
 from services.common.rpc_client import call, stream_call
 from services.kvstore.backends.base import ShardRef
 from services.kvstore.config import GcConfig
-from services.kvstore.formats import Record, ShardHeader, State
+from services.kvstore.formats import Record, ShardHeader
 from services.kvstore.gc.collector import Collector
 from services.kvstore.index_table import TTL_S, IndexTable, new_table
 from services.kvstore.storage.keeper import MapView
-from services.kvstore.storage.links import Links, NodeLink
+from services.kvstore.storage.links import ORPHAN, Links, NodeLink
+from services.kvstore.storage.pgmap import PgMap
 
 _TIMEOUT_S = 30.0
 _ORPHAN_AGE_S = 600
 _LOOKUP = 1024
+_SETTLED_AT_ONCE = 16
+_MAX_SETTLED = 8_192
 
 
 class NodeTarget:
@@ -93,7 +97,8 @@ class NodeTarget:
         return int(answer.evicted)
 
     async def free_orphans(self) -> int:
-        """Frees old shards on this node that their primaries do not name."""
+        """Frees old shards on this node that their primaries do not name, or have elsewhere; what
+        a primary does not know at all it settles itself."""
         pgmap = self._view.pgmap
         headers = await self._link.headers()
         if pgmap is None or headers is None:
@@ -108,34 +113,50 @@ class NodeTarget:
         old = [h for h in map(ShardHeader.parse, headers) if h and h.created_s <= before_s]
         by_primary: dict[str, list[ShardHeader]] = {}
         up = self._view.up()
+        here = next((node for node, at in up.items() if at == self._link.address), None)
         for header in old:
             primary = pgmap.primary_of(pgmap.group_of(header.key16), up)
-            if primary is not None:
+            if primary is not None and header.is_usable:
                 by_primary.setdefault(primary, []).append(header)
         for primary, some in by_primary.items():
             link = self._links.get(primary)
             if link is not None:
-                orphans += await self._orphans_at(link, some)
+                orphans += await self._orphans_at(link, some, pgmap, here)
         return await self._link.delete(orphans, pgmap.epoch) if orphans else 0
 
-    async def _orphans_at(self, link: NodeLink, headers: list[ShardHeader]) -> list[ShardRef]:
-        """Returns the shards that the primary knows under another put. A key it does not know at
-        all may be of a group that it is taking over just now: left for the next pass."""
+    async def _orphans_at(
+        self, link: NodeLink, headers: list[ShardHeader], pgmap: PgMap, here: str | None
+    ) -> list[ShardRef]:
+        """Returns the shards that the primary knows under another put, or knows to be where the
+        map has them and this node is not. A key of a group that it is taking over just now is left
+        for the next pass."""
         orphans = []
+        unknown: list[ShardRef] = []
         for at in range(0, len(headers), _LOOKUP):
             part = headers[at : at + _LOOKUP]
             request = storage.LookupRequest(keys16=b"".join(h.key16 for h in part))
             try:
                 answer = await call(link.meta.Lookup, request, timeout_s=_TIMEOUT_S)
             except Failure:
-                return []
+                break
             for header, found in zip(part, answer.objects, strict=False):
+                ref = ShardRef(header.key16, header.shard, header.put_id)
                 record = Record.parse(found.record)
-                if record is not None and (
-                    record.put_id != header.put_id or record.state > State.DEGRADED
-                ):
-                    orphans.append(ShardRef(header.key16, header.shard, header.put_id))
+                if record is None:
+                    unknown += [ref] if found.key16 == header.key16 else []
+                    continue
+                is_elsewhere = pgmap.node_of(header.key16, header.shard) != here
+                is_rebuilt = bool(record.shards >> header.shard & 1)
+                if record.put_id != header.put_id or (is_elsewhere and is_rebuilt and here):
+                    orphans.append(ref)
+        await self._settle(link, unknown)
         return orphans
+
+    async def _settle(self, link: NodeLink, refs: Sequence[ShardRef]) -> None:
+        """Reports shards of unknown blocks; those past the bound come in the next pass."""
+        for at in range(0, min(len(refs), _MAX_SETTLED), _SETTLED_AT_ONCE):
+            part = refs[at : at + _SETTLED_AT_ONCE]
+            await asyncio.gather(*(link.report_bad(ref, ORPHAN) for ref in part))
 
 
 class RefreshedCollector:

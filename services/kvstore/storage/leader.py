@@ -12,17 +12,21 @@ import asyncio
 import enum
 import heapq
 import logging
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from pelagos.kvstore.v1 import storage_pb2 as pb
+
 from services.common.clock import SYSTEM_CLOCK, Clock
+from services.common.errors import Failure
+from services.common.rpc_client import call
 from services.kvstore.backends.base import PutStatus, ReadStatus, ShardRef
 from services.kvstore.checksums import crc32c
 from services.kvstore.erasure import rebuild
 from services.kvstore.formats import Record, ShardHeader, State
-from services.kvstore.index_table import EPOCH_S
+from services.kvstore.index_table import EPOCH_S, Fields
 from services.kvstore.placement import SHARD_HEADER_BYTES, Profile
 from services.kvstore.storage.keeper import MapView
 from services.kvstore.storage.links import Links
@@ -37,6 +41,13 @@ _RETRY_REPAIR_S: Final = 1.0
 # A put that is still on its way has shards and no record yet.
 _LEAVINGS_AGE_S: Final = 600
 _RETRY_AUDIT_S: Final = 1.0
+_ALL_EPOCHS: Final = (1 << 32) - 1
+# How long a commit may have been answered after another node began to lead its group.
+_LATE_S: Final = 30.0
+_MAX_RECENT: Final = 16_384
+_HANDED_AT_ONCE: Final = 64
+_RETRY_HAND_OVER_S: Final = 0.2
+_TELL_TIMEOUT_S: Final = 2.0
 MAX_REPAIRS: Final = 1_000_000
 
 
@@ -93,6 +104,9 @@ class Leader:
         self._silent: set[str] = set()
         self._is_auditing = False
         self._committed_meanwhile: set[bytes] = set()
+        self._recent: deque[tuple[float, bytes]] = deque(maxlen=_MAX_RECENT)  # commits, when
+        self._handing_over: dict[bytes, tuple[float, Fields]] = {}  # until when, what
+        self._hand_over_wanted = asyncio.Event()
         self._repairs: dict[bytes, None] = {}
         self._repairs_later: dict[bytes, None] = {}  # could not be done; when all others had a turn
         self._repair_wanted = asyncio.Event()
@@ -170,9 +184,62 @@ class Leader:
         if not groups:
             return
         going = [key16 for key16 in self._keys() if pgmap.group_of(key16) in groups]
+        self._note_recent(groups, pgmap)
         self.meta.remove(going)
         for key16 in going:
             self._forget_repair(key16)
+
+    def _note_recent(self, groups: Collection[int], pgmap: PgMap) -> None:
+        """Takes note of late commits in groups that are given up.
+
+        Who leads them now may have learned of it earlier than we did, and have listed the members'
+        shards before these were written.
+        """
+        now_s = self._clock.now_s()
+        for at_s, key16 in self._recent:
+            fields = self.meta.get(key16)
+            is_late = at_s > now_s - _LATE_S and pgmap.group_of(key16) in groups
+            if is_late and fields is not None:
+                self._handing_over[key16] = now_s + _LATE_S, fields
+        if self._handing_over:
+            self._hand_over_wanted.set()
+
+    async def hand_over(self) -> None:
+        """Tells new primaries what was committed here late, for ever."""
+        while True:
+            await self._hand_over_wanted.wait()
+            waiting = list(self._handing_over.items())
+            for at in range(0, len(waiting), _HANDED_AT_ONCE):
+                part = waiting[at : at + _HANDED_AT_ONCE]
+                done = await asyncio.gather(*(self._tell_new_primary(*item) for item in part))
+                for (key16, _), is_done in zip(part, done, strict=True):
+                    if is_done:
+                        self._handing_over.pop(key16, None)
+            if self._handing_over:
+                await self._clock.sleep(_RETRY_HAND_OVER_S)
+            else:
+                self._hand_over_wanted.clear()
+
+    async def _tell_new_primary(self, key16: bytes, what: tuple[float, Fields]) -> bool:
+        """Returns whether there is nothing left to do; not while it still takes the group over."""
+        until_s, fields = what
+        pgmap = self._view.pgmap
+        if pgmap is None or self._clock.now_s() > until_s:
+            return True
+        group = pgmap.group_of(key16)
+        primary = pgmap.primary_of(group, self._view.up())
+        link = self._links.get(primary) if primary not in (None, self._node) else None
+        if link is None:
+            return primary == self._node  # we lead it again, and ask the members
+        record = Record(*fields).pack(group)
+        request = pb.CommitRequest(
+            pg=group, epoch=pgmap.epoch, object=pb.ObjectRecord(key16=key16, record=record)
+        )
+        try:
+            await call(link.meta.Commit, request, timeout_s=_TELL_TIMEOUT_S)
+        except Failure:
+            return False
+        return True
 
     def _keys(self) -> list[bytes]:
         keys: list[bytes] = []
@@ -281,7 +348,7 @@ class Leader:
             best = max(whole, key=lambda shards: (len(shards), shards[0][0].created_s))
             header = best[0][0]
             bitmap = _bitmap(shard.shard for shard, _ in best)
-            self.meta.adopt(key16, _record_of(header, bitmap, pgmap))
+            self.meta.adopt(key16, _record_of(header, bitmap, pgmap, self.meta.epoch))
         else:
             bitmap = fields[4]
             for shard in range(pgmap.profile.num_shards):
@@ -303,11 +370,14 @@ class Leader:
         if num < pgmap.profile.k:
             return CommitStatus.REFUSED, 0, None
         state = _state_of(record.shards, pgmap)
-        done = self.meta.commit(key16, Record(**{**record.__dict__, "state": state}))
+        # Used now at the latest, by the clock that judges its age: the writer's may be ahead.
+        own = {"state": state, "access_epoch": min(record.access_epoch, self.meta.epoch)}
+        done = self.meta.commit(key16, Record(**{**record.__dict__, **own}))
         if self._is_auditing:
             self._committed_meanwhile.add(key16)
         if done.outcome is CommitOutcome.EXISTS:
             return CommitStatus.EXISTS, done.put_id, None
+        self._recent.append((self._clock.now_s(), key16))
         if num < pgmap.profile.num_shards:
             self.want_repair(key16)
         status = CommitStatus.DEGRADED if state is State.DEGRADED else CommitStatus.COMMITTED
@@ -491,13 +561,55 @@ class Leader:
                 if fields is not None:
                     by_put[fields[0]].append(key16)
                 self._forget_repair(key16)
-        await self._delete(by_put, pgmap, erase=reason == "tenant")
-        for put_id, keys in by_put.items():
-            for key16 in keys:
-                self.meta.bury(key16, put_id)
+        await self._free_evicted(by_put, pgmap, erase=reason == "tenant")
         num_evicted = sum(map(len, by_put.values()))
         log.info("blocks evicted", extra={"num_blocks": num_evicted, "why": reason})
         return num_evicted
+
+    async def _free_evicted(
+        self, keys_by_put: dict[int, list[bytes]], pgmap: PgMap, erase: bool
+    ) -> None:
+        await self._delete(keys_by_put, pgmap, erase)
+        for put_id, keys in keys_by_put.items():
+            for key16 in keys:
+                self.meta.bury(key16, put_id)
+
+    async def finish_evictions(self) -> None:
+        """Brings to an end what was broken off: the process was killed, or whoever asked left."""
+        pgmap = self._view.pgmap
+        by_put: dict[int, list[bytes]] = defaultdict(list)
+        for key16 in self.meta.table.stale(State.EVICTING, _ALL_EPOCHS):
+            fields = self.meta.table.get(key16)
+            if fields is not None and self.leads(key16):
+                by_put[fields[0]].append(key16)
+        if pgmap is not None and by_put:
+            # Why they go is not known any more: as if it were for a tenant.
+            await self._free_evicted(by_put, pgmap, erase=True)
+
+    async def settle(self, key16: bytes, put_id: int) -> None:
+        """Decides on an old put of which shards lie somewhere and that no record names.
+
+        Whole it is a block again, as after a take-over; of one that was evicted or never finished
+        every shard goes, wherever it is. A member that does not answer could have the shard that
+        makes it whole: then nothing is done.
+        """
+        pgmap = self._view.pgmap
+        if pgmap is None or not self.leads(key16) or self._is_in_force(key16, put_id):
+            return
+        shards, _, silent, is_away = await self._read_shards(pgmap, key16, put_id)
+        if is_away or silent or not self.leads(key16) or self._is_in_force(key16, put_id):
+            return
+        header = ShardHeader.parse(next(iter(shards.values()), b"")[:SHARD_HEADER_BYTES])
+        is_whole = len(shards) >= pgmap.profile.k and header is not None and fits(header, pgmap)
+        if is_whole and header is not None and self.meta.table.get(key16) is None:
+            bitmap = _bitmap(shards)
+            self.meta.adopt(key16, _record_of(header, bitmap, pgmap, self.meta.epoch))
+            if num_shards_in(bitmap) < pgmap.profile.num_shards:
+                self.want_repair(key16)
+            return
+        refs = [ShardRef(key16, shard, put_id) for shard in range(pgmap.profile.num_shards)]
+        links = map(self._links.get, self._view.up())
+        await asyncio.gather(*(link.delete(refs, pgmap.epoch, True) for link in links if link))
 
 
 def fits(header: ShardHeader, pgmap: PgMap) -> bool:
@@ -518,12 +630,14 @@ def _state_of(bitmap: int, pgmap: PgMap) -> State:
     return State.COMMITTED if num_shards_in(bitmap) >= enough else State.DEGRADED
 
 
-def _record_of(header: ShardHeader, bitmap: int, pgmap: PgMap) -> Record:
+def _record_of(header: ShardHeader, bitmap: int, pgmap: PgMap, epoch: int) -> Record:
+    """Returns the record of a block, rebuilt from its shards; used now at the latest, whatever the
+    clock of its writer said."""
     return Record(
         put_id=header.put_id,
         block_index=header.block_index,
         created_s=header.created_s,
-        access_epoch=header.created_s // EPOCH_S,
+        access_epoch=min(header.created_s // EPOCH_S, epoch),
         shards=bitmap,
         state=_state_of(bitmap, pgmap),
         ttl_class=header.ttl_class,

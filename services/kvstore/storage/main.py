@@ -111,7 +111,8 @@ async def build(runtime: Runtime[StorageNodeConfig]) -> None:
     runtime.spawn(keeper.run(config.keeper_every_s), "map keeper")
     runtime.spawn(leader.run(), "lead groups")
     runtime.spawn(leader.repair(), "repair")
-    runtime.spawn(purge(meta, runtime.clock), "purge tombstones")
+    runtime.spawn(leader.hand_over(), "hand commits over")
+    runtime.spawn(purge(leader, runtime.clock), "purge tombstones")
     if config.gc_every_s > 0:
         worker = GcConfig(lines=config.lines, every_s=config.gc_every_s)
         link = NodeLink(runtime.channels, runtime.address, runtime.clock)
@@ -149,11 +150,12 @@ async def scrub(
         await leader.tell_primaries([ref for ref, _ in report.bad])
 
 
-async def purge(meta: Meta, clock: Clock) -> None:
-    """Forgets tombstones whose time is over, for ever."""
+async def purge(leader: Leader, clock: Clock) -> None:
+    """Ends evictions that were broken off, forgets tombstones whose time is over, for ever."""
     while True:
         await clock.sleep(EPOCH_S)
-        meta.purge_tombstones()
+        await leader.finish_evictions()
+        leader.meta.purge_tombstones()
 
 
 def main(argv: Sequence[str] | None = None) -> int:

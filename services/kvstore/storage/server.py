@@ -25,6 +25,7 @@ from services.kvstore.limits import check_number, pin_life_s
 from services.kvstore.placement import SHARD_HEADER_BYTES
 from services.kvstore.storage.keeper import MapView
 from services.kvstore.storage.leader import CommitStatus, Leader, fits
+from services.kvstore.storage.links import ORPHAN
 
 _PUT: Final = {
     PutStatus.BUFFERED: pb.SHARD_STATUS_BUFFERED,
@@ -278,7 +279,8 @@ class MetaServicer(rpc.MetaServiceServicer):
         for key16 in keys_of(request.keys16):
             fields = self._meta.get(key16) if self._leader.leads(key16) else None
             if fields is None:
-                objects.append(pb.ObjectRecord())
+                # Named when it is of a group that we lead: then it is absent for certain.
+                objects.append(pb.ObjectRecord(key16=key16 if self._leader.leads(key16) else b""))
                 continue
             put_id, index, created, epoch, shards, state, ttl_class, flags = fields
             record = Record(put_id, index, created, epoch, shards, state, ttl_class, flags)
@@ -332,8 +334,11 @@ class MetaServicer(rpc.MetaServiceServicer):
     async def ReportShard(
         self, request: pb.ReportShardRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.ReportShardResponse:
-        """Takes note of a missing or damaged shard."""
+        """Takes note of a missing or damaged shard, or of one that no record names."""
         ref = ref_of(request.shard)
+        if request.reason == ORPHAN:
+            await self._leader.settle(ref.key16, ref.put_id)
+            return pb.ReportShardResponse()
         return pb.ReportShardResponse(
             queued=self._leader.report_bad(ref.key16, ref.put_id, ref.shard)
         )

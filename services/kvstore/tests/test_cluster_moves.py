@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from services.kvstore.backends.base import PutStatus
-from services.kvstore.tests.cluster_kit import ROOT, cluster
+from services.kvstore.tests.cluster_kit import ROOT, cluster, leader_of
 from services.kvstore.tests.kit import blocks_of, token_ids, until
 from services.kvstore.tests.test_cluster_repairs import leader_of_key
 
@@ -55,3 +55,67 @@ async def test_shards_of_two_maps_travel_in_two_messages(tmp_path) -> None:
             link.put(block.payload, epoch, False)
         await until(lambda: sum(map(len, sent)) == 4)
         assert sorted(sent) == [[1], [1, 1], [2]]
+
+
+async def test_a_commit_that_the_last_primary_answered_late_is_known_to_the_next(tmp_path) -> None:
+    """The next one has seen that it leads, and listed every member's shards, before the last one
+    has seen the same."""
+    async with cluster(tmp_path, 3, profile="2+1") as c:
+        block = blocks_of(ROOT, token_ids(1, 128))[0]
+        group = c.view.pgmap.group_of(block.key)
+        first, second, _ = (int(node[1:]) for node in c.view.pgmap.groups[group])
+        await c.stop(first)
+        await until(lambda: len(c.view.up()) == 2)
+        await c.settled()
+        last = leader_of(c.runtimes[second])
+        assert last.leads(block.key)
+        # What the last primary and STORE know of members stands still while the next one starts.
+        views = [last._view, c.view]
+        known = views[0]._nodes()
+        for view in views:
+            view._nodes = lambda: known
+        await c.start(first)
+        new = leader_of(c.runtimes[first])
+        await until(lambda: new.knows_all and new.leads(block.key))
+        assert (await c.store.put(block)).name in ("COMMITTED", "DEGRADED")
+        assert last.meta.has(block.key[:16])
+        assert not new.meta.has(block.key[:16])
+        for view in views:
+            del view._nodes
+        last.poke()
+        await until(lambda: new.meta.has(block.key[:16]))
+        await c.settled()
+        await until(lambda: c.index.find(block.key[:16]) is not None)
+        assert await c.read([block]) == [True]
+        assert not last._handing_over
+
+
+async def test_a_writer_whose_clock_is_ahead_keeps_no_block_for_years(tmp_path) -> None:
+    async with cluster(tmp_path, 3, profile="2+1") as c:
+        c.blocks._clock = Jumped(c.blocks._clock, 10 * 365 * 86_400)
+        block = (await c.put(1, 128))[0]
+        meta = leader_of_key(c, block.key).meta
+        assert meta.get(block.key[:16])[3] <= meta.epoch
+        # Nor when its record is rebuilt from its shards.
+        for number in list(c.runtimes):
+            await c.stop(number)
+            (tmp_path / f"node-{number}" / "meta.log").unlink()
+        for number in range(3):
+            await c.start(number)
+        await c.settled()
+        meta = leader_of_key(c, block.key).meta
+        assert meta.get(block.key[:16])[3] <= meta.epoch
+        assert await c.read([block]) == [True]
+
+
+class Jumped:
+    """A clock whose wall time is wrong."""
+
+    def __init__(self, clock, by_s: float) -> None:
+        self._clock, self._by_s = clock, by_s
+
+    def wall_s(self) -> float:
+        return self._clock.wall_s() + self._by_s
+
+    def __getattr__(self, name: str):
+        return getattr(self._clock, name)
