@@ -104,6 +104,7 @@ class Leader:
         self._silent: set[str] = set()
         self._is_auditing = False
         self._committed_meanwhile: set[bytes] = set()
+        self._withdrawn: dict[int, None] = {}  # puts that are taken back, the latest last
         self._recent: deque[tuple[float, bytes]] = deque(maxlen=_MAX_RECENT)  # commits, when
         self._handing_over: dict[bytes, tuple[float, Fields]] = {}  # until when, what
         self._hand_over_wanted = asyncio.Event()
@@ -329,7 +330,11 @@ class Leader:
         asked: set[str],
     ) -> None:
         fields = self.meta.table.get(key16)
-        whole = [shards for shards in puts.values() if len(shards) >= pgmap.profile.k]
+        whole = [
+            shards
+            for put_id, shards in puts.items()
+            if len(shards) >= pgmap.profile.k and put_id not in self._withdrawn
+        ]
         if fields is not None and fields[5] > State.DEGRADED:
             # Evicted; but a put of another name came after that, or the log has lost its record.
             whole = [shards for shards in whole if shards[0][0].put_id != fields[0]]
@@ -382,6 +387,13 @@ class Leader:
             self.want_repair(key16)
         status = CommitStatus.DEGRADED if state is State.DEGRADED else CommitStatus.COMMITTED
         return status, done.put_id, done.replaced_put_id
+
+    def withdraw(self, put_id: int) -> None:
+        """Makes no block of a put from here on: an audit that lists its shards just now would name
+        a block that is gone in a moment."""
+        self._withdrawn[put_id] = None
+        if len(self._withdrawn) > _MAX_RECENT:
+            del self._withdrawn[next(iter(self._withdrawn))]
 
     async def free_put(self, key16: bytes, put_id: int) -> None:
         """Frees all shards of a put, on all members."""

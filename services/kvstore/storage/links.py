@@ -28,7 +28,9 @@ _TIMEOUT_S: Final = 5.0
 _LIST_TIMEOUT_S: Final = 120.0
 # A node that is frozen keeps its connection: silence between two parts is what tells it.
 _LIST_SILENCE_S: Final = 10.0
-ORPHAN: Final = "orphan"  # why a shard is reported that no record names
+# Why a shard is reported: no record names it; its writer is about to take the whole put back.
+ORPHAN: Final = "orphan"
+WITHDRAWN: Final = "withdrawn"
 _READ: Final = {
     pb.SHARD_STATUS_OK: ReadStatus.OK,
     pb.SHARD_STATUS_ABSENT: ReadStatus.ABSENT,

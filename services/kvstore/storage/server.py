@@ -25,7 +25,7 @@ from services.kvstore.limits import check_number, pin_life_s
 from services.kvstore.placement import SHARD_HEADER_BYTES
 from services.kvstore.storage.keeper import MapView
 from services.kvstore.storage.leader import CommitStatus, Leader, fits
-from services.kvstore.storage.links import ORPHAN
+from services.kvstore.storage.links import ORPHAN, WITHDRAWN
 
 _PUT: Final = {
     PutStatus.BUFFERED: pb.SHARD_STATUS_BUFFERED,
@@ -334,10 +334,14 @@ class MetaServicer(rpc.MetaServiceServicer):
     async def ReportShard(
         self, request: pb.ReportShardRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> pb.ReportShardResponse:
-        """Takes note of a missing or damaged shard, or of one that no record names."""
+        """Takes note of a missing or damaged shard, of one that no record names, or of a put that
+        is about to be taken back."""
         ref = ref_of(request.shard)
         if request.reason == ORPHAN:
             await self._leader.settle(ref.key16, ref.put_id)
+            return pb.ReportShardResponse()
+        if request.reason == WITHDRAWN:
+            self._leader.withdraw(ref.put_id)
             return pb.ReportShardResponse()
         return pb.ReportShardResponse(
             queued=self._leader.report_bad(ref.key16, ref.put_id, ref.shard)

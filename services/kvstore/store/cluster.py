@@ -37,7 +37,7 @@ from services.kvstore.placement import OBJECT_HEADER_BYTES, SHARD_HEADER_BYTES
 from services.kvstore.seal import Sealer
 from services.kvstore.storage.hedge import first_wave
 from services.kvstore.storage.keeper import MapView
-from services.kvstore.storage.links import Links, ref_to_proto
+from services.kvstore.storage.links import WITHDRAWN, Links, ref_to_proto
 from services.kvstore.storage.meta import LogPart
 from services.kvstore.storage.pgmap import PgMap
 from services.kvstore.store.blocks import (
@@ -372,7 +372,7 @@ class ClusterBlocks:
             if answer.status in (pb.COMMIT_STATUS_COMMITTED, pb.COMMIT_STATUS_DEGRADED):
                 self._index.note(key16, fields_of(record))
                 return Outcome.COMMITTED
-            await self.take_back(block, put_id)
+            await self._free(key16, put_id)
             exists = answer.status == pb.COMMIT_STATUS_EXISTS
             return Outcome.EXISTS if exists else Outcome.DROPPED
         # Whether it was committed is not known. The shards stay: a commit that did happen names
@@ -380,12 +380,27 @@ class ClusterBlocks:
         return Outcome.DROPPED
 
     async def take_back(self, block: NewBlock, put_id: int) -> None:
-        """Frees the shards of a write that will not be committed."""
+        """Frees the shards of a write that will not be committed; unless a primary that took its
+        group over just now has made a block of them, for others may have been told of it."""
         self._written.pop(put_id, None)
+        pgmap, key16 = self._view.pgmap, block.key[:16]
+        if pgmap is None:
+            return
+        # In this order: from the first on, no audit makes a block of it.
+        ref = ref_to_proto(ShardRef(key16, 0, put_id))
+        withdrawn = pb.ReportShardRequest(shard=ref, reason=WITHDRAWN)
+        await self._tell_primary(pgmap, key16, "ReportShard", withdrawn)
+        look_up = pb.LookupRequest(keys16=key16)
+        answer = await self._tell_primary(pgmap, key16, "Lookup", look_up)
+        found = [Record.parse(each.record) for each in answer.objects] if answer is not None else []
+        if not any(record is not None and record.put_id == put_id for record in found):
+            await self._free(key16, put_id)
+
+    async def _free(self, key16: bytes, put_id: int) -> None:
+        """Frees the shards of a put on all members."""
         pgmap = self._view.pgmap
         if pgmap is None:
             return
-        key16 = block.key[:16]
         by_node: dict[str, list[ShardRef]] = defaultdict(list)
         for shard in range(pgmap.profile.num_shards):
             by_node[pgmap.node_of(key16, shard)].append(ShardRef(key16, shard, put_id))
@@ -480,12 +495,17 @@ class ClusterBlocks:
         shards, misplaced, is_sure = await self._all_shards(pgmap)
         puts = sorted(shards)
         going: list[tuple[bytes, int]] = []
+        nameless: list[tuple[bytes, int]] = []
         for at in range(0, len(puts), _PUTS_AT_ONCE):
             part = puts[at : at + _PUTS_AT_ONCE]
             tags = await asyncio.gather(*(self._tag_of(pgmap, put, shards[put]) for put in part))
             going += [put for put, (found, _) in zip(part, tags, strict=True) if found == tag]
+            nameless += [put for put, (found, _) in zip(part, tags, strict=True) if found is None]
             is_sure = is_sure and all(is_known for _, is_known in tags)
-        count, all_answered = await self._evict(sorted({key16 for key16, _ in going}), "tenant")
+        keys16 = {key16 for key16, _ in going}
+        # Too few shards to tell whose they are, but of a key that is the tenant's.
+        going += [put for put in nameless if put[0] in keys16]
+        count, all_answered = await self._evict(sorted(keys16), "tenant")
         # What no record names any more, or never did: a put that lost, or was broken off.
         by_node: dict[str, list[ShardRef]] = defaultdict(list)
         for key16, put_id in going:

@@ -6,10 +6,13 @@ import asyncio
 
 import pytest
 
+from services.common.clock import SYSTEM_CLOCK
 from services.kvstore.backends.base import PutStatus
+from services.kvstore.store.blocks import cut_shards
 from services.kvstore.tests.cluster_kit import ROOT, cluster, leader_of
 from services.kvstore.tests.kit import blocks_of, token_ids, until
-from services.kvstore.tests.test_cluster_repairs import leader_of_key
+from services.kvstore.tests.test_cluster import _shards, _write_some
+from services.kvstore.tests.test_cluster_repairs import Pause, leader_of_key, num_used
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -106,6 +109,37 @@ async def test_a_writer_whose_clock_is_ahead_keeps_no_block_for_years(tmp_path) 
         meta = leader_of_key(c, block.key).meta
         assert meta.get(block.key[:16])[3] <= meta.epoch
         assert await c.read([block]) == [True]
+
+
+@pytest.mark.parametrize("is_withdrawn_first", [False, True])
+async def test_a_put_that_is_taken_back_while_its_group_is_taken_over_misleads_nobody(
+    tmp_path, is_withdrawn_first: bool
+) -> None:
+    """An audit makes a block of shards that it finds: then they stay. What is told to be going is
+    none, however the two meet."""
+    async with cluster(tmp_path, 3, profile="2+1") as c:
+        block = blocks_of(ROOT, token_ids(1, 128))[0]
+        new, put_id, _ = await _shards(c, block)
+        shards = cut_shards(new, put_id, SYSTEM_CLOCK.wall_s(), c.view.pgmap.profile)
+        await _write_some(c, (new, put_id, shards), 3)
+        leader = leader_of_key(c, block.key)
+
+        async def audit() -> None:
+            await leader._audit(c.view.pgmap, c.view.lives(), leader.led)
+
+        if is_withdrawn_first:
+            pause = Pause(leader, "_headers", after=True)
+            looking = asyncio.create_task(audit())
+            await pause.begun.wait()
+            await c.blocks.take_back(new, put_id)
+            pause.go.set()
+            await looking
+        else:
+            await audit()
+            await c.blocks.take_back(new, put_id)
+        is_kept = not is_withdrawn_first
+        assert (leader.meta.table.get(block.key[:16]) is not None) == is_kept
+        assert await num_used(c) == (3 if is_kept else 0)
 
 
 class Jumped:
