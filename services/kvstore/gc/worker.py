@@ -17,6 +17,7 @@ from services.kvstore.backends.base import ShardRef
 from services.kvstore.config import GcConfig
 from services.kvstore.formats import Record, ShardHeader
 from services.kvstore.gc.collector import Collector
+from services.kvstore.gc.policy import Waterlines
 from services.kvstore.index_table import TTL_S, IndexTable, new_table
 from services.kvstore.storage.keeper import MapView
 from services.kvstore.storage.links import ORPHAN, Links, NodeLink
@@ -33,7 +34,10 @@ class NodeTarget:
     """The groups one node leads, through its RPCs. What is fullest among all members counts: an
     evicted block frees a slot on each of them."""
 
-    def __init__(self, link: NodeLink, links: Links, view: MapView, clock: Clock) -> None:
+    def __init__(
+        self, link: NodeLink, links: Links, view: MapView, lines: Waterlines, clock: Clock
+    ) -> None:
+        self._lines = lines
         self._link = link
         self._links = links
         self._view = view
@@ -72,7 +76,7 @@ class NodeTarget:
             if link.address == self._link.address and pgmap is not None:
                 led_share = stat.primary_of / pgmap.num_groups
         num_slots, num_used = fullest
-        self._is_emergency = num_used >= 0.96 * num_slots
+        self._is_emergency = num_used >= self._lines.emergency * num_slots
         return int(num_slots * led_share), round(num_used * led_share)
 
     def eviction_order(self, limit: int, only_expired: bool = False) -> list[tuple[bytes, bool]]:
@@ -176,7 +180,7 @@ def passes_over(
     link: NodeLink, links: Links, view: MapView, config: GcConfig, clock: Clock
 ) -> RefreshedCollector:
     """Returns passes over one node."""
-    target = NodeTarget(link, links, view, clock)
+    target = NodeTarget(link, links, view, config.lines, clock)
     collector = Collector(
         target, config.lines, max_deletes_per_s=config.max_deletes_per_s, clock=clock
     )

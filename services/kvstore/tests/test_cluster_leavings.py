@@ -7,6 +7,7 @@ import pytest
 from services.common.clock import SYSTEM_CLOCK
 from services.kvstore.backends.base import PutStatus, ShardRef
 from services.kvstore.formats import State
+from services.kvstore.gc.policy import Waterlines
 from services.kvstore.gc.worker import NodeTarget
 from services.kvstore.store.blocks import cut_shards
 from services.kvstore.tests.cluster_kit import ROOT, Cluster, cluster, leader_of
@@ -20,8 +21,26 @@ pytestmark = pytest.mark.timeout(120)
 async def free_orphans(c: Cluster) -> None:
     """Runs the orphan pass of every node."""
     for number in c.runtimes:
-        link = c.blocks._links.get(f"n{number:02d}")
-        await NodeTarget(link, c.blocks._links, c.view, SYSTEM_CLOCK).free_orphans()
+        await target_of(c, number).free_orphans()
+
+
+def target_of(c: Cluster, number: int, **lines: float) -> NodeTarget:
+    """A node as its GC worker has it."""
+    link = c.blocks._links.get(f"n{number:02d}")
+    return NodeTarget(link, c.blocks._links, c.view, Waterlines(**lines), SYSTEM_CLOCK)
+
+
+async def test_pins_are_passed_over_by_the_line_that_was_configured(tmp_path) -> None:
+    async with cluster(tmp_path, 3, profile="2+1") as c:
+        block = (await c.put(1, 128))[0]
+        key16 = block.key[:16]
+        number = int(leader_of_key(c, block.key)._node[1:])
+        assert await c.blocks.pin("p", key16, 600) == 1
+        for emergency, count in ((0.96, 0), (0.0001, 1)):
+            below = {"low": emergency / 8, "high": emergency / 4, "reject": emergency / 2}
+            target = target_of(c, number, **below, emergency=emergency)
+            await target.usage()
+            assert await target.evict([key16], "gc") == count
 
 
 async def old_put(c: Cluster, num_shards: int):
