@@ -271,9 +271,9 @@ class Leader:
                     continue
                 if pgmap.group_of(header.key16) not in groups:
                     continue
-                # A shard elsewhere than the map says is nobody's; the orphan pass frees it.
-                if pgmap.node_of(header.key16, header.shard) == node:
-                    found[header.key16].setdefault(header.put_id, []).append((header, node))
+                # Also elsewhere than the map says: a node that was replaced and is back may have
+                # what its successor was not given yet. Once it is, the orphan pass frees it.
+                found[header.key16].setdefault(header.put_id, []).append((header, node))
         leavings: list[tuple[ShardHeader, str]] = []
         for key16 in {*found, *(k for k in self._keys() if pgmap.group_of(k) in groups)}:
             # What was committed while the members answered may be in none of their answers.
@@ -308,7 +308,7 @@ class Leader:
         return [
             found
             for shards in puts.values()
-            if len(shards) < pgmap.profile.k
+            if _num_distinct(shards) < pgmap.profile.k
             for found in shards
             if found[0].created_s <= before_s
         ]
@@ -333,7 +333,7 @@ class Leader:
         whole = [
             shards
             for put_id, shards in puts.items()
-            if len(shards) >= pgmap.profile.k and put_id not in self._withdrawn
+            if _num_distinct(shards) >= pgmap.profile.k and put_id not in self._withdrawn
         ]
         if fields is not None and fields[5] > State.DEGRADED:
             # Evicted; but a put of another name came after that, or the log has lost its record.
@@ -350,16 +350,16 @@ class Leader:
         if fields is None:
             if not whole:
                 return
-            best = max(whole, key=lambda shards: (len(shards), shards[0][0].created_s))
+            best = max(whole, key=lambda shards: (_num_distinct(shards), shards[0][0].created_s))
             header = best[0][0]
-            bitmap = _bitmap(shard.shard for shard, _ in best)
+            bitmap = _bitmap_in_place(best, pgmap)
             self.meta.adopt(key16, _record_of(header, bitmap, pgmap, self.meta.epoch))
         else:
             bitmap = fields[4]
             for shard in range(pgmap.profile.num_shards):
                 if pgmap.node_of(key16, shard) in asked:
                     bitmap &= ~(1 << shard)
-            bitmap |= _bitmap(shard.shard for shard, _ in puts.get(fields[0], []))
+            bitmap |= _bitmap_in_place(puts.get(fields[0], []), pgmap)
             if bitmap != fields[4]:
                 self.meta.set_shards(key16, fields[0], bitmap, _state_of(bitmap, pgmap))
         if num_shards_in(bitmap) < pgmap.profile.num_shards:
@@ -501,6 +501,9 @@ class Leader:
         profile, put_id = pgmap.profile, fields[0]
         # All members are asked: the bitmap is what was known, this is what is true.
         shards, gone, silent, is_away = await self._read_shards(pgmap, key16, put_id)
+        in_place = _bitmap(shards)
+        if len(shards) < profile.k:
+            shards |= await self._read_elsewhere(pgmap, key16, put_id, shards)
         if len(shards) < profile.k:
             if is_away or silent:
                 # A member that is away is audited when it is back, and then it is queued again.
@@ -532,7 +535,7 @@ class Leader:
             return moved, True
         # Only what was seen is changed: an audit may have learned of other shards meanwhile.
         if now is not None:
-            bitmap = (now[4] | _bitmap(shards) | _bitmap(written)) & ~_bitmap(gone - written)
+            bitmap = (now[4] | in_place | _bitmap(written)) & ~_bitmap(gone - written)
             if bitmap != now[4]:
                 self.meta.set_shards(key16, put_id, bitmap, _state_of(bitmap, pgmap))
         return moved, not silent and len(written) == len(targets)
@@ -558,6 +561,20 @@ class Leader:
         good = {j: data for j, (data, _) in answers.items() if data is not None}
         silent = {j for j, (_, status) in answers.items() if status is ReadStatus.IO}
         return good, answers.keys() - good.keys() - silent, silent, is_away
+
+    async def _read_elsewhere(
+        self, pgmap: PgMap, key16: bytes, put_id: int, known: Collection[int]
+    ) -> dict[int, bytes]:
+        """Returns good shards, of those not known, that lie on nodes which are no members now."""
+        asked = []
+        for node in sorted(self._view.up().keys() - pgmap.members_of(key16)):
+            link = self._links.get(node)
+            for shard in range(pgmap.profile.num_shards):
+                if link is not None and shard not in known:
+                    asked.append((shard, link.get(ShardRef(key16, shard, put_id))))
+        answers = await asyncio.gather(*(answer for _, answer in asked))
+        both = zip(asked, answers, strict=True)
+        return {shard: data for (shard, _), (data, _) in both if data is not None}
 
     # ---- eviction -----------------------------------------------------------------------------
 
@@ -609,12 +626,13 @@ class Leader:
         if pgmap is None or not self.leads(key16) or self._is_in_force(key16, put_id):
             return
         shards, _, silent, is_away = await self._read_shards(pgmap, key16, put_id)
+        bitmap = _bitmap(shards)
+        shards |= await self._read_elsewhere(pgmap, key16, put_id, shards)
         if is_away or silent or not self.leads(key16) or self._is_in_force(key16, put_id):
             return
         header = ShardHeader.parse(next(iter(shards.values()), b"")[:SHARD_HEADER_BYTES])
         is_whole = len(shards) >= pgmap.profile.k and header is not None and fits(header, pgmap)
         if is_whole and header is not None and self.meta.table.get(key16) is None:
-            bitmap = _bitmap(shards)
             self.meta.adopt(key16, _record_of(header, bitmap, pgmap, self.meta.epoch))
             if num_shards_in(bitmap) < pgmap.profile.num_shards:
                 self.want_repair(key16)
@@ -635,6 +653,17 @@ def _bitmap(shards: Iterable[int]) -> int:
     for shard in shards:
         bits |= 1 << shard
     return bits
+
+
+def _num_distinct(shards: Iterable[tuple[ShardHeader, str]]) -> int:
+    return num_shards_in(_bitmap(header.shard for header, _ in shards))
+
+
+def _bitmap_in_place(shards: Iterable[tuple[ShardHeader, str]], pgmap: PgMap) -> int:
+    """Returns which shards lie on the node that the map has them on."""
+    return _bitmap(
+        header.shard for header, node in shards if pgmap.node_of(header.key16, header.shard) == node
+    )
 
 
 def _state_of(bitmap: int, pgmap: PgMap) -> State:

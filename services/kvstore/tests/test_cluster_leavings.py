@@ -109,6 +109,35 @@ async def test_a_node_that_was_replaced_gives_back_the_slots_of_what_is_elsewher
         assert await c.read([block]) == [True]
 
 
+@pytest.mark.parametrize("is_taken_over", [False, True])
+async def test_shards_on_nodes_that_were_replaced_and_are_back_make_a_block_whole(
+    tmp_path, is_taken_over: bool
+) -> None:
+    """Replaced one after the other, faster than their successors were given anything."""
+    async with cluster(tmp_path, 5, profile="2+1") as c:
+        block, put = await old_put(c, 3)
+        await _commit(c, put)
+        members = c.view.pgmap.members_of(block.key)
+        others = [n for n in range(5) if f"n{n:02d}" not in members]
+        put_id = c.index.find(block.key[:16])[0]
+        leader = leader_of_key(c, block.key)
+        for shard, other in zip((1, 2), others, strict=True):
+            await place(c, other, await shard_of(c, block.key, shard))
+            refs = [ShardRef(block.key[:16], shard, put_id)]
+            await backend_of(c, c.node_of(block.key, shard)).delete_shards(refs)
+        if is_taken_over:
+            leader.meta.remove([block.key[:16]])
+            await leader._audit(c.view.pgmap, c.view.lives(), leader.led)
+        else:
+            leader.report_bad(block.key[:16], put_id, 1)
+        await until(lambda: (leader.meta.get(block.key[:16]) or [0] * 5)[4] == 0b111)
+        assert leader.counts.dropped == 0
+        await until(lambda: (c.index.find(block.key[:16]) or [0] * 5)[4] == 0b111)
+        assert await c.read([block]) == [True]
+        await free_orphans(c)
+        assert await num_used(c) == 3
+
+
 async def test_an_eviction_that_was_broken_off_is_brought_to_its_end(tmp_path) -> None:
     async with cluster(tmp_path, 3, profile="2+1") as c:
         block = (await c.put(1, 128))[0]
