@@ -62,7 +62,7 @@ bench-drafts: setup-engine  ## The small model with and without its drafts, by b
 campaign-kv: setup  ## A thousand seeds of crashes of the KV store; rewrites docs/campaigns.md
 	@nice -n 10 $(BIN)/python -m tests.campaign.kv --write $(ARGS)
 
-train: setup-engine  ## Makes the small model: tokenizer, backbone, draft head, checkpoint, figures (80 minutes of a core)
+train: setup-engine  ## Makes the small model: tokenizer, backbone, draft head, checkpoint, figures (75 minutes of a core)
 	@$(BIN)/python -m services.engine.training.tokenizer
 	@$(BIN)/python -m services.engine.training $(ARGS)
 

@@ -70,6 +70,6 @@ def curriculum(steps: int) -> Schedule:
             Part(Stage.SHORT, 96, short),
             Part(Stage.MIXED, 192, mixed),
             Part(Stage.LONG, 384, long),
-            Part(Stage.TOOLS, 768, steps - short - mixed - long),
+            Part(Stage.RECALLS, 768, steps - short - mixed - long),
         )
     )

@@ -39,7 +39,7 @@ STATE = "state.pt"
 LOG = "log.jsonl"
 VOCABULARY = "tokenizer.json"
 DEFAULT_OUT = Path("build/training/pelagos-mini")
-DEFAULT_STEPS = 6400
+DEFAULT_STEPS = 8000
 
 
 class Trainer:
@@ -141,7 +141,7 @@ def run(
                 part = schedule.part(done - 1)
                 count = judge_rows * max(1, 768 // part.length)
                 scores = evaluate(
-                    trainer.network, held_out(tokenizer, part.stage, part.length, count)
+                    trainer.network, held_out(tokenizer, part.stage.judged_by, part.length, count)
                 )
                 found = {"step": done, "length": part.length, "held_out": scores.document()}
                 log.write(json.dumps(found) + "\n")

@@ -1,4 +1,4 @@
-"""The four stages of the curriculum, and conversations mixed for them.
+"""The stages of the curriculum, and conversations mixed for them.
 
 Source: small-model.md, sections 3 and 4.
 """
@@ -74,6 +74,21 @@ class Stage(Enum):
             *(("refer", 0.06), ("sum1", 0.02), ("sum2", 0.07), ("product", 0.02), ("json", 0.08)),
         ),
     )
+
+    # As above for training: recalls from far back and of much that was told take the most lessons.
+    RECALLS = Mix(
+        (("plain", 0.44), ("thinking", 0.22), ("schema", 0.04), ("tools", 0.3)),
+        (
+            *(("talk", 0.11), ("copy_words", 0.04), ("copy_digits", 0.03), ("fact", 0.11)),
+            *(("recall", 0.4), ("unknown", 0.05), ("needle", 0.16), ("list", 0.03)),
+            *(("refer", 0.06), ("sum1", 0.02), ("sum2", 0.07), ("product", 0.01), ("json", 0.06)),
+        ),
+    )
+
+    @property
+    def judged_by(self) -> Stage:
+        """The stage whose held-out rows tell how far training in this one is."""
+        return Stage.TOOLS if self is Stage.RECALLS else self
 
     @classmethod
     def of_number(cls, number: int) -> Stage:

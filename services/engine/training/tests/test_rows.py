@@ -11,15 +11,28 @@ import numpy as np
 import pytest
 
 from services.engine.training.rows import Corpus, Row
-from services.engine.training.tasks.draw import Split, is_held_out
-from services.engine.training.tasks.stages import KINDS, Stage, dialogues
+from services.engine.training.tasks import facts
+from services.engine.training.tasks.draw import Draw, Split, is_held_out
+from services.engine.training.tasks.memory import Memory
+from services.engine.training.tasks.stages import (
+    KINDS,
+    Stage,
+    dialogues,
+)
 from services.engine.training.tasks.talk import every_talk
 from services.engine.training.tasks.turns import MODEL, Call, Dialogue, Turn
+from services.engine.training.tasks.words import NAMES
 from services.engine.training.tokenizer import DEFAULT_FILE, special_ids
 from services.recipe.client import codec
 
 IDS = special_ids()
-LENGTHS = {Stage.SHORT: 96, Stage.MIXED: 192, Stage.LONG: 384, Stage.TOOLS: 768}
+LENGTHS = {
+    Stage.SHORT: 96,
+    Stage.MIXED: 192,
+    Stage.LONG: 384,
+    Stage.TOOLS: 768,
+    Stage.RECALLS: 768,
+}
 TOKENIZER = codec.Tokenizer(DEFAULT_FILE, num_threads=1, cache_bytes=0)
 
 
@@ -88,7 +101,7 @@ def test_the_loss_covers_exactly_what_the_assistant_writes(corpus: Corpus, stage
         # Where reasoning got lost on the way, what is left is context and no target.
         assert not np.any(row.loss & ~mask)
         lost = mask & ~row.loss
-        assert not lost.any() or stage is Stage.TOOLS
+        assert not lost.any() or LENGTHS[stage] == 768
 
 
 def options() -> object:
@@ -289,6 +302,20 @@ def test_recall_reaches_past_any_window(corpus: Corpus) -> None:
     ]
     assert sum(distance >= 8 * 16 for distance in distances) > 0.25 * len(distances)
     assert all(distance > 0 for distance in distances)
+
+
+def test_what_is_learned_slowly_comes_more_often_in_training_than_in_tests() -> None:
+    def share_of_homes(split: Split) -> float:
+        draw = Draw("homes", split)
+        keys = [facts.fresh_fact(draw, Memory()).key for _ in range(4000)]
+        return sum(key.endswith("'s home") for key in keys) / len(keys)
+
+    def share_of_open_names(split: Split) -> float:
+        draw = Draw("names", split)
+        return sum(draw.name() not in NAMES for _ in range(4000)) / 4000
+
+    assert share_of_homes("train") > 1.5 * share_of_homes("held_out")
+    assert share_of_open_names("train") > 1.5 * share_of_open_names("held_out")
 
 
 def test_distances_count_the_tokens_since_the_last_mention(corpus: Corpus) -> None:
