@@ -10,45 +10,40 @@ from __future__ import annotations
 
 import asyncio
 import enum
-import heapq
 import logging
-from collections import defaultdict, deque
-from collections.abc import Collection, Iterable, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from pelagos.kvstore.v1 import storage_pb2 as pb
-
 from services.common.clock import SYSTEM_CLOCK, Clock
-from services.common.errors import Failure
-from services.common.rpc_client import call
 from services.kvstore.backends.base import PutStatus, ReadStatus, ShardRef
-from services.kvstore.checksums import crc32c
-from services.kvstore.erasure import rebuild
 from services.kvstore.formats import Record, ShardHeader, State
-from services.kvstore.index_table import EPOCH_S, Fields
-from services.kvstore.placement import SHARD_HEADER_BYTES, Profile
+from services.kvstore.placement import SHARD_HEADER_BYTES
+from services.kvstore.storage.handover import HandOver
 from services.kvstore.storage.keeper import MapView
 from services.kvstore.storage.links import Links
 from services.kvstore.storage.meta import CommitOutcome, Meta
 from services.kvstore.storage.pgmap import PgMap
+from services.kvstore.storage.repairs import RepairQueue
+from services.kvstore.storage.stripes import (
+    bitmap_in_place,
+    bitmap_of,
+    fits,
+    num_distinct,
+    num_shards_in,
+    rebuilt_shards,
+    record_of,
+    state_of,
+)
 
 log = logging.getLogger(__name__)
 
-_PARALLEL_REPAIRS: Final = 8
-_REPAIRS_A_TURN: Final = 1_024
-_RETRY_REPAIR_S: Final = 1.0
 # A put that is still on its way has shards and no record yet.
 _LEAVINGS_AGE_S: Final = 600
 _RETRY_AUDIT_S: Final = 1.0
 _ALL_EPOCHS: Final = (1 << 32) - 1
-# How long a commit may have been answered after another node began to lead its group.
-_LATE_S: Final = 30.0
-_MAX_RECENT: Final = 16_384
-_HANDED_AT_ONCE: Final = 64
-_RETRY_HAND_OVER_S: Final = 0.2
-_TELL_TIMEOUT_S: Final = 2.0
-MAX_REPAIRS: Final = 1_000_000
+_MAX_WITHDRAWN: Final = 16_384
 
 
 class CommitStatus(enum.Enum):
@@ -70,11 +65,6 @@ class Counts:
     bad_reported: int = 0
 
 
-def num_shards_in(bitmap: int) -> int:
-    """Returns how many shards a bitmap names."""
-    return bitmap.bit_count()
-
-
 class Leader:
     """The groups that this node leads now."""
 
@@ -92,7 +82,6 @@ class Leader:
         self._view = view
         self._links = links
         self._clock = clock
-        self._repair_bytes_per_s = repair_bytes_per_s
         self.meta = meta
         self.led: frozenset[int] = frozenset()  # groups that are ready to serve
         # Groups that records may be of; at the start the log may hold any.
@@ -105,12 +94,8 @@ class Leader:
         self._is_auditing = False
         self._committed_meanwhile: set[bytes] = set()
         self._withdrawn: dict[int, None] = {}  # puts that are taken back, the latest last
-        self._recent: deque[tuple[float, bytes]] = deque(maxlen=_MAX_RECENT)  # commits, when
-        self._handing_over: dict[bytes, tuple[float, Fields]] = {}  # until when, what
-        self._hand_over_wanted = asyncio.Event()
-        self._repairs: dict[bytes, None] = {}
-        self._repairs_later: dict[bytes, None] = {}  # could not be done; when all others had a turn
-        self._repair_wanted = asyncio.Event()
+        self.handover = HandOver(node, meta, view, links, clock)
+        self.repairs = RepairQueue(self._repair_one, self._age, repair_bytes_per_s, clock)
         self.counts = Counts()
 
     # ---- leading ------------------------------------------------------------------------------
@@ -118,11 +103,6 @@ class Leader:
     def poke(self) -> None:
         """Says that the map or the members may have changed."""
         self._changed.set()
-
-    @property
-    def num_repairs(self) -> int:
-        """Returns how many blocks wait for repair."""
-        return len(self._repairs) + len(self._repairs_later)
 
     @property
     def knows_all(self) -> bool:
@@ -185,62 +165,10 @@ class Leader:
         if not groups:
             return
         going = [key16 for key16 in self._keys() if pgmap.group_of(key16) in groups]
-        self._note_recent(groups, pgmap)
+        self.handover.give_up(groups, pgmap)
         self.meta.remove(going)
         for key16 in going:
-            self._forget_repair(key16)
-
-    def _note_recent(self, groups: Collection[int], pgmap: PgMap) -> None:
-        """Takes note of late commits in groups that are given up.
-
-        Who leads them now may have learned of it earlier than we did, and have listed the members'
-        shards before these were written.
-        """
-        now_s = self._clock.now_s()
-        for at_s, key16 in self._recent:
-            fields = self.meta.get(key16)
-            is_late = at_s > now_s - _LATE_S and pgmap.group_of(key16) in groups
-            if is_late and fields is not None:
-                self._handing_over[key16] = now_s + _LATE_S, fields
-        if self._handing_over:
-            self._hand_over_wanted.set()
-
-    async def hand_over(self) -> None:
-        """Tells new primaries what was committed here late, for ever."""
-        while True:
-            await self._hand_over_wanted.wait()
-            waiting = list(self._handing_over.items())
-            for at in range(0, len(waiting), _HANDED_AT_ONCE):
-                part = waiting[at : at + _HANDED_AT_ONCE]
-                done = await asyncio.gather(*(self._tell_new_primary(*item) for item in part))
-                for (key16, _), is_done in zip(part, done, strict=True):
-                    if is_done:
-                        self._handing_over.pop(key16, None)
-            if self._handing_over:
-                await self._clock.sleep(_RETRY_HAND_OVER_S)
-            else:
-                self._hand_over_wanted.clear()
-
-    async def _tell_new_primary(self, key16: bytes, what: tuple[float, Fields]) -> bool:
-        """Returns whether there is nothing left to do; not while it still takes the group over."""
-        until_s, fields = what
-        pgmap = self._view.pgmap
-        if pgmap is None or self._clock.now_s() > until_s:
-            return True
-        group = pgmap.group_of(key16)
-        primary = pgmap.primary_of(group, self._view.up())
-        link = self._links.get(primary) if primary not in (None, self._node) else None
-        if link is None:
-            return primary == self._node  # we lead it again, and ask the members
-        record = Record(*fields).pack(group)
-        request = pb.CommitRequest(
-            pg=group, epoch=pgmap.epoch, object=pb.ObjectRecord(key16=key16, record=record)
-        )
-        try:
-            await call(link.meta.Commit, request, timeout_s=_TELL_TIMEOUT_S)
-        except Failure:
-            return False
-        return True
+            self.repairs.forget(key16)
 
     def _keys(self) -> list[bytes]:
         keys: list[bytes] = []
@@ -308,7 +236,7 @@ class Leader:
         return [
             found
             for shards in puts.values()
-            if _num_distinct(shards) < pgmap.profile.k
+            if num_distinct(shards) < pgmap.profile.k
             for found in shards
             if found[0].created_s <= before_s
         ]
@@ -333,7 +261,7 @@ class Leader:
         whole = [
             shards
             for put_id, shards in puts.items()
-            if _num_distinct(shards) >= pgmap.profile.k and put_id not in self._withdrawn
+            if num_distinct(shards) >= pgmap.profile.k and put_id not in self._withdrawn
         ]
         if fields is not None and fields[5] > State.DEGRADED:
             # Evicted; but a put of another name came after that, or the log has lost its record.
@@ -350,18 +278,18 @@ class Leader:
         if fields is None:
             if not whole:
                 return
-            best = max(whole, key=lambda shards: (_num_distinct(shards), shards[0][0].created_s))
+            best = max(whole, key=lambda shards: (num_distinct(shards), shards[0][0].created_s))
             header = best[0][0]
-            bitmap = _bitmap_in_place(best, pgmap)
-            self.meta.adopt(key16, _record_of(header, bitmap, pgmap, self.meta.epoch))
+            bitmap = bitmap_in_place(best, pgmap)
+            self.meta.adopt(key16, record_of(header, bitmap, pgmap, self.meta.epoch))
         else:
             bitmap = fields[4]
             for shard in range(pgmap.profile.num_shards):
                 if pgmap.node_of(key16, shard) in asked:
                     bitmap &= ~(1 << shard)
-            bitmap |= _bitmap_in_place(puts.get(fields[0], []), pgmap)
+            bitmap |= bitmap_in_place(puts.get(fields[0], []), pgmap)
             if bitmap != fields[4]:
-                self.meta.set_shards(key16, fields[0], bitmap, _state_of(bitmap, pgmap))
+                self.meta.set_shards(key16, fields[0], bitmap, state_of(bitmap, pgmap))
         if num_shards_in(bitmap) < pgmap.profile.num_shards:
             self.want_repair(key16)
 
@@ -374,7 +302,7 @@ class Leader:
         num = num_shards_in(record.shards)
         if num < pgmap.profile.k:
             return CommitStatus.REFUSED, 0, None
-        state = _state_of(record.shards, pgmap)
+        state = state_of(record.shards, pgmap)
         # Used now at the latest, by the clock that judges its age: the writer's may be ahead.
         own = {"state": state, "access_epoch": min(record.access_epoch, self.meta.epoch)}
         done = self.meta.commit(key16, Record(**{**record.__dict__, **own}))
@@ -382,7 +310,7 @@ class Leader:
             self._committed_meanwhile.add(key16)
         if done.outcome is CommitOutcome.EXISTS:
             return CommitStatus.EXISTS, done.put_id, None
-        self._recent.append((self._clock.now_s(), key16))
+        self.handover.note_commit(key16)
         if num < pgmap.profile.num_shards:
             self.want_repair(key16)
         status = CommitStatus.DEGRADED if state is State.DEGRADED else CommitStatus.COMMITTED
@@ -392,7 +320,7 @@ class Leader:
         """Makes no block of a put from here on: an audit that lists its shards just now would name
         a block that is gone in a moment."""
         self._withdrawn[put_id] = None
-        if len(self._withdrawn) > _MAX_RECENT:
+        if len(self._withdrawn) > _MAX_WITHDRAWN:
             del self._withdrawn[next(iter(self._withdrawn))]
 
     async def free_put(self, key16: bytes, put_id: int) -> None:
@@ -420,16 +348,7 @@ class Leader:
 
     def want_repair(self, key16: bytes) -> bool:
         """Queues a block; returns whether it was queued now."""
-        if key16 in self._repairs or self.num_repairs >= MAX_REPAIRS:
-            return False
-        self._repairs_later.pop(key16, None)
-        self._repairs[key16] = None
-        self._repair_wanted.set()
-        return True
-
-    def _forget_repair(self, key16: bytes) -> None:
-        self._repairs.pop(key16, None)
-        self._repairs_later.pop(key16, None)
+        return self.repairs.want(key16)
 
     def report_bad(self, key16: bytes, put_id: int, shard: int) -> bool:
         """Takes note of a shard that is missing or damaged; returns whether repair was queued."""
@@ -440,7 +359,7 @@ class Leader:
         self.counts.bad_reported += 1
         bitmap = fields[4] & ~(1 << shard)
         if bitmap != fields[4]:
-            self.meta.set_shards(key16, put_id, bitmap, _state_of(bitmap, pgmap))
+            self.meta.set_shards(key16, put_id, bitmap, state_of(bitmap, pgmap))
         return self.want_repair(key16)
 
     async def tell_primaries(self, refs: Sequence[ShardRef]) -> None:
@@ -460,36 +379,8 @@ class Leader:
                 if link is not None:
                     await link.report_bad(ref, "scrub")
 
-    async def repair(self) -> None:
-        """Repairs what is queued, for ever, no faster than the budget."""
-        while True:
-            await self._repair_wanted.wait()
-            # Newest access first: the oldest may be evicted before anybody asks. Many at a time,
-            # for looking through a long queue takes long.
-            turn = heapq.nsmallest(_REPAIRS_A_TURN, self._repairs, key=self._age)
-            for at in range(0, len(turn), _PARALLEL_REPAIRS):
-                await self._repair_some(turn[at : at + _PARALLEL_REPAIRS])
-            if not self._repairs:
-                if self._repairs_later:
-                    await self._clock.sleep(_RETRY_REPAIR_S)
-                # A full or silent member must not hold up what the others can take.
-                self._repairs |= self._repairs_later
-                self._repairs_later = {}
-            if not self._repairs:
-                self._repair_wanted.clear()
-
-    async def _repair_some(self, keys16: Sequence[bytes]) -> None:
-        batch = [key16 for key16 in keys16 if key16 in self._repairs]
-        for key16 in batch:
-            del self._repairs[key16]
-        results = await asyncio.gather(*(self._repair_one(key16) for key16 in batch))
-        for key16, (_, is_done) in zip(batch, results, strict=True):
-            if not is_done and key16 not in self._repairs:
-                self._repairs_later[key16] = None
-        moved = sum(num_bytes for num_bytes, _ in results)
-        await self._clock.sleep(moved / self._repair_bytes_per_s)
-
     def _age(self, key16: bytes) -> int:
+        """Newest access first: the oldest may be evicted before anybody asks."""
         fields = self.meta.table.get(key16)
         return -fields[3] if fields else 0
 
@@ -501,7 +392,7 @@ class Leader:
         profile, put_id = pgmap.profile, fields[0]
         # All members are asked: the bitmap is what was known, this is what is true.
         shards, gone, silent, is_away = await self._read_shards(pgmap, key16, put_id)
-        in_place = _bitmap(shards)
+        in_place = bitmap_of(shards)
         if len(shards) < profile.k:
             shards |= await self._read_elsewhere(pgmap, key16, put_id, shards)
         if len(shards) < profile.k:
@@ -519,7 +410,7 @@ class Leader:
         written: set[int] = set()
         moved = sum(map(len, shards.values()))
         if targets:
-            rebuilt = await asyncio.to_thread(_rebuild, shards, targets, profile)
+            rebuilt = await asyncio.to_thread(rebuilt_shards, shards, targets, profile)
             moved += sum(map(len, rebuilt.values()))
             for shard, bytes_ in rebuilt.items():
                 link = self._links.get(pgmap.node_of(key16, shard))
@@ -535,9 +426,9 @@ class Leader:
             return moved, True
         # Only what was seen is changed: an audit may have learned of other shards meanwhile.
         if now is not None:
-            bitmap = (now[4] | in_place | _bitmap(written)) & ~_bitmap(gone - written)
+            bitmap = (now[4] | in_place | bitmap_of(written)) & ~bitmap_of(gone - written)
             if bitmap != now[4]:
-                self.meta.set_shards(key16, put_id, bitmap, _state_of(bitmap, pgmap))
+                self.meta.set_shards(key16, put_id, bitmap, state_of(bitmap, pgmap))
         return moved, not silent and len(written) == len(targets)
 
     def _is_in_force(self, key16: bytes, put_id: int) -> bool:
@@ -589,7 +480,7 @@ class Leader:
                 fields = self.meta.set_state(key16, State.EVICTING)
                 if fields is not None:
                     by_put[fields[0]].append(key16)
-                self._forget_repair(key16)
+                self.repairs.forget(key16)
         await self._free_evicted(by_put, pgmap, erase=reason == "tenant")
         num_evicted = sum(map(len, by_put.values()))
         log.info("blocks evicted", extra={"num_blocks": num_evicted, "why": reason})
@@ -626,75 +517,17 @@ class Leader:
         if pgmap is None or not self.leads(key16) or self._is_in_force(key16, put_id):
             return
         shards, _, silent, is_away = await self._read_shards(pgmap, key16, put_id)
-        bitmap = _bitmap(shards)
+        bitmap = bitmap_of(shards)
         shards |= await self._read_elsewhere(pgmap, key16, put_id, shards)
         if is_away or silent or not self.leads(key16) or self._is_in_force(key16, put_id):
             return
         header = ShardHeader.parse(next(iter(shards.values()), b"")[:SHARD_HEADER_BYTES])
         is_whole = len(shards) >= pgmap.profile.k and header is not None and fits(header, pgmap)
         if is_whole and header is not None and self.meta.table.get(key16) is None:
-            self.meta.adopt(key16, _record_of(header, bitmap, pgmap, self.meta.epoch))
+            self.meta.adopt(key16, record_of(header, bitmap, pgmap, self.meta.epoch))
             if num_shards_in(bitmap) < pgmap.profile.num_shards:
                 self.want_repair(key16)
             return
         refs = [ShardRef(key16, shard, put_id) for shard in range(pgmap.profile.num_shards)]
         links = map(self._links.get, self._view.up())
         await asyncio.gather(*(link.delete(refs, pgmap.epoch, True) for link in links if link))
-
-
-def fits(header: ShardHeader, pgmap: PgMap) -> bool:
-    """Returns whether a shard is one of a stripe as the map has them."""
-    profile = pgmap.profile
-    return header.is_usable and (header.k, header.m) == (profile.k, profile.m)
-
-
-def _bitmap(shards: Iterable[int]) -> int:
-    bits = 0
-    for shard in shards:
-        bits |= 1 << shard
-    return bits
-
-
-def _num_distinct(shards: Iterable[tuple[ShardHeader, str]]) -> int:
-    return num_shards_in(_bitmap(header.shard for header, _ in shards))
-
-
-def _bitmap_in_place(shards: Iterable[tuple[ShardHeader, str]], pgmap: PgMap) -> int:
-    """Returns which shards lie on the node that the map has them on."""
-    return _bitmap(
-        header.shard for header, node in shards if pgmap.node_of(header.key16, header.shard) == node
-    )
-
-
-def _state_of(bitmap: int, pgmap: PgMap) -> State:
-    enough = min(pgmap.profile.k + 1, pgmap.profile.num_shards)
-    return State.COMMITTED if num_shards_in(bitmap) >= enough else State.DEGRADED
-
-
-def _record_of(header: ShardHeader, bitmap: int, pgmap: PgMap, epoch: int) -> Record:
-    """Returns the record of a block, rebuilt from its shards; used now at the latest, whatever the
-    clock of its writer said."""
-    return Record(
-        put_id=header.put_id,
-        block_index=header.block_index,
-        created_s=header.created_s,
-        access_epoch=min(header.created_s // EPOCH_S, epoch),
-        shards=bitmap,
-        state=_state_of(bitmap, pgmap),
-        ttl_class=header.ttl_class,
-        flags=header.flags,
-        parent16=header.parent16,
-    )
-
-
-def _rebuild(shards: dict[int, bytes], targets: list[int], profile: Profile) -> dict[int, bytes]:
-    """Returns whole shards (header and data) for the targets; for a thread."""
-    some = sorted(shards.items())[: profile.k]
-    template = ShardHeader.parse(some[0][1][:SHARD_HEADER_BYTES])
-    assert template is not None
-    present = [(index, memoryview(shard)[SHARD_HEADER_BYTES:]) for index, shard in some]
-    rebuilt = {}
-    for shard, part in zip(targets, rebuild(present, targets, profile), strict=True):
-        fields = {**template.__dict__, "shard": shard, "data_crc": crc32c(part)}
-        rebuilt[shard] = ShardHeader(**fields).pack() + part
-    return rebuilt

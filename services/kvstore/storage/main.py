@@ -110,8 +110,8 @@ async def build(runtime: Runtime[StorageNodeConfig]) -> None:
     runtime.spawn(view.run(leader.poke), "placement map")
     runtime.spawn(keeper.run(config.keeper_every_s), "map keeper")
     runtime.spawn(leader.run(), "lead groups")
-    runtime.spawn(leader.repair(), "repair")
-    runtime.spawn(leader.hand_over(), "hand commits over")
+    runtime.spawn(leader.repairs.run(), "repair")
+    runtime.spawn(leader.handover.run(), "hand commits over")
     runtime.spawn(purge(leader, runtime.clock), "purge tombstones")
     if config.gc_every_s > 0:
         worker = GcConfig(lines=config.lines, every_s=config.gc_every_s)
@@ -125,12 +125,12 @@ async def build(runtime: Runtime[StorageNodeConfig]) -> None:
     runtime.announce(labels={"node": node, "domain": config.domain, "started": started})
     runtime.census.register("kv.meta", "entries", lambda: len(meta.table))
     runtime.census.register("kv.meta", "leases", lambda: meta.num_pins)
-    runtime.census.register("kv.repair", "queued", lambda: leader.num_repairs)
+    runtime.census.register("kv.repair", "queued", lambda: len(leader.repairs))
     gauge = runtime.metrics.gauge
     gauge("blocks_led", "Blocks of led groups").set_function(lambda: len(meta.table))
     gauge("groups_led", "Groups led").set_function(lambda: len(leader.led))
     gauge("repair_queue_blocks", "Blocks that wait for repair").set_function(
-        lambda: leader.num_repairs
+        lambda: len(leader.repairs)
     )
     gauge("repaired_shards", "Shards rebuilt").set_function(lambda: leader.counts.repaired)
     gauge("lost_blocks", "Blocks with too few good shards").set_function(

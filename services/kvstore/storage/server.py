@@ -24,8 +24,9 @@ from services.kvstore.gc.policy import Waterlines, admits_put
 from services.kvstore.limits import check_number, pin_life_s
 from services.kvstore.placement import SHARD_HEADER_BYTES
 from services.kvstore.storage.keeper import MapView
-from services.kvstore.storage.leader import CommitStatus, Leader, fits
+from services.kvstore.storage.leader import CommitStatus, Leader
 from services.kvstore.storage.links import ORPHAN, WITHDRAWN
+from services.kvstore.storage.stripes import fits
 
 _PUT: Final = {
     PutStatus.BUFFERED: pb.SHARD_STATUS_BUFFERED,

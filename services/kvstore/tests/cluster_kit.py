@@ -9,10 +9,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from services.common.membership import ClusterView
 from services.common.service import Runtime, RuntimeConfig, running
 from services.common.store_memory import MemoryStore
-from services.kvstore.client import Block, PutStatus, StoreClient
+from services.kvstore.client import Block, StoreClient
 from services.kvstore.config import StorageNodeConfig, StoreConfig
 from services.kvstore.storage import main as node_main
 from services.kvstore.store import main as store_main
@@ -122,7 +121,7 @@ class Cluster:
 
         def is_whole() -> bool:
             return all(
-                leader.num_repairs == 0
+                len(leader.repairs) == 0
                 and all(
                     fields[4] == every_shard
                     for fields in map(leader.meta.get, leader._keys())
@@ -138,6 +137,37 @@ def leader_of(runtime: Runtime[Any]):
     """The leader inside a node, reached through the gauge it registered."""
     gauge = runtime.census._gauges[("kv.repair", "queued")]
     return next(cell.cell_contents for cell in gauge.__closure__)
+
+
+def leader_of_key(c: Cluster, key: bytes):
+    """The leader of a key's group."""
+    return next(leader for leader in map(leader_of, c.runtimes.values()) if leader.leads(key))
+
+
+def backend_of(c: Cluster, number: int):
+    """A node's disk."""
+    return c.runtimes[number]._stop_hooks[0].__self__
+
+
+async def num_used(c: Cluster) -> int:
+    """Slots in use over all nodes."""
+    return sum([(await backend_of(c, n).stat()).num_used for n in c.runtimes])
+
+
+class Pause:
+    """Holds a coroutine function up, before or after its work."""
+
+    def __init__(self, owner, name: str, after: bool) -> None:
+        self.begun, self.go = asyncio.Event(), asyncio.Event()
+        work = getattr(owner, name)
+
+        async def paused(*args):
+            result = await work(*args) if after else None
+            self.begun.set()
+            await self.go.wait()
+            return result if after else await work(*args)
+
+        setattr(owner, name, paused)
 
 
 @asynccontextmanager
@@ -184,4 +214,7 @@ async def _stop_all(c: Cluster) -> None:
         await c.stop(number)
 
 
-__all__ = ["ROOT", "Cluster", "ClusterView", "PutStatus", "cluster", "leader_of"]
+__all__ = [
+    *("ROOT", "Cluster", "ClusterView", "Pause", "PutStatus"),
+    *("backend_of", "cluster", "leader_of", "leader_of_key", "num_used"),
+]

@@ -9,9 +9,8 @@ import pytest
 from services.kvstore.formats import State
 from services.kvstore.store import cluster_index as index_module
 from services.kvstore.store.blocks import Outcome
-from services.kvstore.tests.cluster_kit import ROOT, cluster
+from services.kvstore.tests.cluster_kit import ROOT, cluster, leader_of_key
 from services.kvstore.tests.kit import blocks_of, token_ids, until
-from services.kvstore.tests.test_cluster_repairs import leader_of_key
 
 pytestmark = pytest.mark.timeout(120)
 

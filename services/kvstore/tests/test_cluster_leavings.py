@@ -10,10 +10,17 @@ from services.kvstore.formats import State
 from services.kvstore.gc.policy import Waterlines
 from services.kvstore.gc.worker import NodeTarget
 from services.kvstore.store.blocks import cut_shards
-from services.kvstore.tests.cluster_kit import ROOT, Cluster, cluster, leader_of
+from services.kvstore.tests.cluster_kit import (
+    ROOT,
+    Cluster,
+    backend_of,
+    cluster,
+    leader_of,
+    leader_of_key,
+    num_used,
+)
 from services.kvstore.tests.kit import blocks_of, token_ids, until
 from services.kvstore.tests.test_cluster import _commit, _shards, _write_some
-from services.kvstore.tests.test_cluster_repairs import backend_of, leader_of_key, num_used
 
 pytestmark = pytest.mark.timeout(120)
 

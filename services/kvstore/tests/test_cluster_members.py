@@ -11,9 +11,8 @@ from services.common.clock import VirtualClock
 from services.kvstore.placement import Profile
 from services.kvstore.storage.keeper import MapKeeper
 from services.kvstore.storage.pgmap import PgMap, build_map, replace_node
-from services.kvstore.tests.cluster_kit import cluster
+from services.kvstore.tests.cluster_kit import Pause, cluster, leader_of_key, num_used
 from services.kvstore.tests.kit import until
-from services.kvstore.tests.test_cluster_repairs import Pause, leader_of_key, num_used
 
 pytestmark = pytest.mark.timeout(120)
 

@@ -9,10 +9,16 @@ import pytest
 from services.common.clock import SYSTEM_CLOCK
 from services.kvstore.backends.base import PutStatus
 from services.kvstore.store.blocks import cut_shards
-from services.kvstore.tests.cluster_kit import ROOT, cluster, leader_of
+from services.kvstore.tests.cluster_kit import (
+    ROOT,
+    Pause,
+    cluster,
+    leader_of,
+    leader_of_key,
+    num_used,
+)
 from services.kvstore.tests.kit import blocks_of, token_ids, until
 from services.kvstore.tests.test_cluster import _shards, _write_some
-from services.kvstore.tests.test_cluster_repairs import Pause, leader_of_key, num_used
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -90,7 +96,7 @@ async def test_a_commit_that_the_last_primary_answered_late_is_known_to_the_next
         await c.settled()
         await until(lambda: c.index.find(block.key[:16]) is not None)
         assert await c.read([block]) == [True]
-        assert not last._handing_over
+        assert last.handover.num_waiting == 0
 
 
 async def test_a_writer_whose_clock_is_ahead_keeps_no_block_for_years(tmp_path) -> None:

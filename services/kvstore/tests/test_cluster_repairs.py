@@ -8,26 +8,19 @@ from dataclasses import replace
 import pytest
 
 from services.kvstore.backends.base import ReadStatus, ShardRef
-from services.kvstore.storage import leader as leader_module
-from services.kvstore.tests.cluster_kit import Cluster, cluster, leader_of
+from services.kvstore.storage import repairs
+from services.kvstore.tests.cluster_kit import (
+    Cluster,
+    Pause,
+    backend_of,
+    cluster,
+    leader_of,
+    leader_of_key,
+    num_used,
+)
 from services.kvstore.tests.kit import until
 
 pytestmark = pytest.mark.timeout(120)
-
-
-def leader_of_key(c: Cluster, key: bytes):
-    """The leader of a key's group."""
-    return next(leader for leader in map(leader_of, c.runtimes.values()) if leader.leads(key))
-
-
-def backend_of(c: Cluster, number: int):
-    """A node's disk."""
-    return c.runtimes[number]._stop_hooks[0].__self__
-
-
-async def num_used(c: Cluster) -> int:
-    """Slots in use over all nodes."""
-    return sum([(await backend_of(c, n).stat()).num_used for n in c.runtimes])
 
 
 async def lose_shard(c: Cluster, key: bytes, shard: int) -> int:
@@ -36,22 +29,6 @@ async def lose_shard(c: Cluster, key: bytes, shard: int) -> int:
     refs = [ShardRef(key[:16], shard, put_id)]
     assert await backend_of(c, c.node_of(key, shard)).delete_shards(refs) == 1
     return put_id
-
-
-class Pause:
-    """Holds a coroutine function up, before or after its work."""
-
-    def __init__(self, owner, name: str, after: bool) -> None:
-        self.begun, self.go = asyncio.Event(), asyncio.Event()
-        work = getattr(owner, name)
-
-        async def paused(*args):
-            result = await work(*args) if after else None
-            self.begun.set()
-            await self.go.wait()
-            return result if after else await work(*args)
-
-        setattr(owner, name, paused)
 
 
 async def test_a_late_repair_takes_nothing_from_the_put_that_took_the_blocks_place(
@@ -106,7 +83,7 @@ async def test_what_a_silent_member_lacks_stays_queued_until_it_answers(
     tmp_path, monkeypatch
 ) -> None:
     """Nobody audits a node that never left: frozen for seconds, or cut off from the primary."""
-    monkeypatch.setattr(leader_module, "_RETRY_REPAIR_S", 0.02)
+    monkeypatch.setattr(repairs, "_RETRY_S", 0.02)
     async with cluster(tmp_path, 3, profile="2+1") as c:
         block = (await c.put(1, 128))[0]
         leader = leader_of_key(c, block.key)
@@ -126,12 +103,12 @@ async def test_what_a_silent_member_lacks_stays_queued_until_it_answers(
         await asyncio.sleep(0.1)
         link.get = get
         await until(lambda: leader.meta.get(block.key[:16])[4] == 0b111)
-        assert leader.num_repairs == 0
+        assert len(leader.repairs) == 0
         assert await num_used(c) == 3
 
 
 async def test_blocks_that_cannot_be_repaired_hold_up_no_others(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(leader_module, "_RETRY_REPAIR_S", 0.02)
+    monkeypatch.setattr(repairs, "_RETRY_S", 0.02)
     async with cluster(tmp_path, 3, profile="2+1") as c:
         leader = leader_of(c.runtimes[0])
         stuck = [bytes([1, number]) * 8 for number in range(20)]
@@ -142,10 +119,10 @@ async def test_blocks_that_cannot_be_repaired_hold_up_no_others(tmp_path, monkey
             done.append(key16)
             return 0, key16 in fine
 
-        leader._repair_one = repair_one
+        leader.repairs._repair = repair_one
         for key16 in stuck + fine:
             leader.want_repair(key16)
-        await until(lambda: set(fine) <= set(done) and leader.num_repairs == len(stuck))
+        await until(lambda: set(fine) <= set(done) and len(leader.repairs) == len(stuck))
         assert all(done.count(key16) == 1 for key16 in fine)
         for key16 in stuck:
-            leader._forget_repair(key16)
+            leader.repairs.forget(key16)

@@ -8,9 +8,8 @@ import pytest
 
 from services.common.errors import Failure, Reason
 from services.kvstore.backends.base import PutStatus, ReadStatus, ShardRef
-from services.kvstore.tests.cluster_kit import cluster
+from services.kvstore.tests.cluster_kit import backend_of, cluster, leader_of_key, num_used
 from services.kvstore.tests.kit import until
-from services.kvstore.tests.test_cluster_repairs import backend_of, leader_of_key, num_used
 
 pytestmark = pytest.mark.timeout(120)
 
