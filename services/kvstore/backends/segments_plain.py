@@ -26,6 +26,7 @@ _SLOTS_PER_CLAIM: Final = 10
 # Slots claimed with one write to the log.
 _CLAIM_AT_ONCE: Final = 4 * _SLOTS_PER_CLAIM
 _ABSENT, _IO, _HEADER, _DATA = 1, 2, 3, 4
+_LOG_SLACK: Final = 1024  # records beyond four a shard before the log is written anew
 _NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 Id = tuple[bytes, int, int]  # key16, shard, put_id
@@ -416,7 +417,7 @@ class PlainSegmentStore:
                 self._release(shard_id)
                 self._free.append(place[0])
                 count += 1
-            if self._count > 4 * len(self._index) + 4096:
+            if self._count > 4 * len(self._index) + _LOG_SLACK:
                 self._compact()
         return count
 

@@ -38,6 +38,7 @@ from services.kvstore.index_table import (
     new_table,
 )
 
+_LOG_SLACK: Final = 16_384  # entries beyond four a record before the log is written anew
 _MAX_DAMAGES: Final = 4096  # entries skipped before the rest of a log is given up
 _MAX_TAIL_BYTES: Final = 8 << 20
 _SNAPSHOT_ENTRIES: Final = 8192
@@ -164,7 +165,7 @@ class Meta:
             try:
                 _write_all(self._file, entries, self._file_entries * LOG_ENTRY_BYTES)
                 self._file_entries += count
-                if self._file_entries > 4 * len(self.table) + 65_536:
+                if self._file_entries > 4 * len(self.table) + _LOG_SLACK:
                     self._rewrite()
             except OSError:
                 # A full disk loses order of access at worst (P-34); the next append overwrites

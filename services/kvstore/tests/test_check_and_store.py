@@ -3,6 +3,7 @@
 import asyncio
 import os
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from pelagos.engine.v1 import records_pb2
@@ -11,7 +12,13 @@ from services.common.errors import Failure, Reason
 from services.common.service import running
 from services.common.shm_ring import SlotRing
 from services.kvstore.check import main as check_main
-from services.kvstore.client import CheckClient, PutStatus, StoreClient, TtlClass
+from services.kvstore.client import (
+    CheckClient,
+    PutStatus,
+    StoreClient,
+    TtlClass,
+    layout_fingerprint,
+)
 from services.kvstore.config import CheckConfig
 from services.kvstore.store import main as store_main
 from services.kvstore.tests.kit import (
@@ -321,25 +328,28 @@ async def test_leaving_a_fetch_gives_the_slots_back_untouched_from_then_on(tmp_p
 
 
 async def test_ur_41_the_disk_never_passes_the_limit_and_old_blocks_make_room(tmp_path) -> None:
-    limit = 2 << 20
-    async with stack(tmp_path, capacity_bytes=limit, segment_bytes=256 << 10) as s:
+    limit, payload, slot = 16 << 20, 61_000, 61_440
+    document = {"block_tokens": 128, "fmt": 1, "payload_bytes": payload}
+    one: dict[str, Any] = {"layout": layout_fingerprint(document), "num_bytes": payload}
+    disk = {"capacity_bytes": limit, "segment_bytes": 2 << 20, "payload_bytes": payload}
+    async with stack(tmp_path, **disk) as s:
         root = await root_of(s, token_ids(0, 200))
         largest = 0
         statuses = []
-        for seed in range(4 * limit // (8192 * 4)):
-            statuses += await s.put_all(blocks_of(root, token_ids(seed, 512)))
+        for seed in range(4 * limit // (slot * 4)):
+            statuses += await s.put_all(blocks_of(root, token_ids(seed, 512), **one))
             largest = max(largest, _disk_bytes(tmp_path / "kv"))
         assert largest <= limit * 1.05
         # Far more than fits was offered; most of it was taken because eviction made room.
-        assert statuses.count(PutStatus.COMMITTED) > 2 * limit // 8192
-        newest = blocks_of(root, token_ids(9_999, 512))
+        assert statuses.count(PutStatus.COMMITTED) > 2 * limit // slot
+        newest = blocks_of(root, token_ids(9_999, 512), **one)
         await s.put_all(newest)
         stat = await s.store.stat()
         assert 0 < stat.used_bytes <= stat.capacity_bytes <= limit
-    async with stack(tmp_path, capacity_bytes=limit, segment_bytes=256 << 10) as s:
+    async with stack(tmp_path, **disk) as s:
         # Use after a restart is counted from the disk.
         again = await s.store.stat()
-        assert abs(again.used_bytes - stat.used_bytes) <= 64 * 8192
+        assert abs(again.used_bytes - stat.used_bytes) <= 64 * slot
         assert again.used_bytes > 0
 
 

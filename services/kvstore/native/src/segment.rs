@@ -25,6 +25,9 @@ use crate::slots::{
 };
 
 const PAGE: u64 = 4096;
+/// Records of the log beyond four a shard before it is written anew: it counts for little beside
+/// the segments of a small store too.
+const LOG_SLACK: u64 = 1024;
 
 /// Bad shards that were freed, shards read, and the next slot.
 pub type Scrubbed = (Vec<(ShardId, Miss)>, u64, Option<u32>);
@@ -283,7 +286,7 @@ impl Store {
                 count += 1;
             }
         }
-        if state.log.num_records() > 4 * state.index.len() as u64 + 4096 {
+        if state.log.num_records() > 4 * state.index.len() as u64 + LOG_SLACK {
             state.compact(&self.dir)?;
         }
         Ok(count)

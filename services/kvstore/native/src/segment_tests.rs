@@ -373,7 +373,7 @@ fn compaction_bounds_the_log_and_numbers_stay_in_order() {
         assert!(number > last || n == 0);
         last = number;
         store.delete(&[id], false).unwrap();
-        assert!(store.stat().num_log_records <= 4096 + 8);
+        assert!(store.stat().num_log_records <= LOG_SLACK + 8);
     }
     assert!(store.sync().unwrap() > last);
 }
