@@ -74,8 +74,8 @@ def redis_server(folder: Path, *more: str) -> Iterator[Server]:
     flags = ["--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder)]
     flags += ["--save", "", "--appendonly", "yes", "--appendfsync", "no", "--daemonize", "no"]
     server = Server([program, *flags, *more], port, folder / "redis.log")
-    server.start()
     try:
+        server.start()
         yield server
     finally:
         server.kill()
@@ -90,8 +90,8 @@ def s3_server(folder: Path) -> Iterator[Server]:
     port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     server = Server(command, port, folder / "moto.log")
-    server.start()
     try:
+        server.start()
         yield server
     finally:
         server.kill()
