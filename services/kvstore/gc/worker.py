@@ -20,7 +20,7 @@ from services.kvstore.gc.collector import Collector
 from services.kvstore.gc.policy import Waterlines
 from services.kvstore.index_table import TTL_S, IndexTable, new_table
 from services.kvstore.storage.keeper import MapView
-from services.kvstore.storage.links import ORPHAN, Links, NodeLink
+from services.kvstore.storage.links import Links, NodeLink
 from services.kvstore.storage.pgmap import PgMap
 
 _TIMEOUT_S = 30.0
@@ -160,7 +160,7 @@ class NodeTarget:
         """Reports shards of unknown blocks; those past the bound come in the next pass."""
         for at in range(0, min(len(refs), _MAX_SETTLED), _SETTLED_AT_ONCE):
             part = refs[at : at + _SETTLED_AT_ONCE]
-            await asyncio.gather(*(link.report_bad(ref, ORPHAN) for ref in part))
+            await asyncio.gather(*(link.report_orphan(ref) for ref in part))
 
 
 class RefreshedCollector:

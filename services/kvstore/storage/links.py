@@ -28,9 +28,6 @@ _TIMEOUT_S: Final = 5.0
 _LIST_TIMEOUT_S: Final = 120.0
 # A node that is frozen keeps its connection: silence between two parts is what tells it.
 _LIST_SILENCE_S: Final = 10.0
-# Why a shard is reported: no record names it; its writer is about to take the whole put back.
-ORPHAN: Final = "orphan"
-WITHDRAWN: Final = "withdrawn"
 _READ: Final = {
     pb.SHARD_STATUS_OK: ReadStatus.OK,
     pb.SHARD_STATUS_ABSENT: ReadStatus.ABSENT,
@@ -179,7 +176,16 @@ class NodeLink:
 
     async def report_bad(self, ref: ShardRef, why: str) -> None:
         """Tells the node, as the primary of a shard's group, that the shard is missing or bad."""
-        request = pb.ReportShardRequest(shard=ref_to_proto(ref), reason=why)
+        request = pb.ReportShardRequest(
+            shard=ref_to_proto(ref), reason=why, finding=pb.SHARD_FINDING_BAD
+        )
+        with suppress(Failure):
+            await call(self.meta.ReportShard, request, timeout_s=self._timeout_s)
+
+    async def report_orphan(self, ref: ShardRef) -> None:
+        """Tells the node, as the primary of a shard's group, that no record names the shard."""
+        finding = pb.SHARD_FINDING_ORPHAN
+        request = pb.ReportShardRequest(shard=ref_to_proto(ref), finding=finding)
         with suppress(Failure):
             await call(self.meta.ReportShard, request, timeout_s=self._timeout_s)
 

@@ -25,7 +25,6 @@ from services.kvstore.limits import check_number, pin_life_s
 from services.kvstore.placement import SHARD_HEADER_BYTES
 from services.kvstore.storage.keeper import MapView
 from services.kvstore.storage.leader import CommitStatus, Leader
-from services.kvstore.storage.links import ORPHAN, WITHDRAWN
 from services.kvstore.storage.stripes import fits
 
 _PUT: Final = {
@@ -338,10 +337,10 @@ class MetaServicer(rpc.MetaServiceServicer):
         """Takes note of a missing or damaged shard, of one that no record names, or of a put that
         is about to be taken back."""
         ref = ref_of(request.shard)
-        if request.reason == ORPHAN:
+        if request.finding == pb.SHARD_FINDING_ORPHAN:
             await self._leader.settle(ref.key16, ref.put_id)
             return pb.ReportShardResponse()
-        if request.reason == WITHDRAWN:
+        if request.finding == pb.SHARD_FINDING_WITHDRAWN:
             self._leader.withdraw(ref.put_id)
             return pb.ReportShardResponse()
         return pb.ReportShardResponse(

@@ -37,7 +37,7 @@ from services.kvstore.placement import OBJECT_HEADER_BYTES, SHARD_HEADER_BYTES
 from services.kvstore.seal import Sealer
 from services.kvstore.storage.hedge import first_wave
 from services.kvstore.storage.keeper import MapView
-from services.kvstore.storage.links import WITHDRAWN, Links, ref_to_proto
+from services.kvstore.storage.links import Links, ref_to_proto
 from services.kvstore.storage.meta import LogPart
 from services.kvstore.storage.pgmap import PgMap
 from services.kvstore.store.blocks import (
@@ -388,7 +388,7 @@ class ClusterBlocks:
             return
         # In this order: from the first on, no audit makes a block of it.
         ref = ref_to_proto(ShardRef(key16, 0, put_id))
-        withdrawn = pb.ReportShardRequest(shard=ref, reason=WITHDRAWN)
+        withdrawn = pb.ReportShardRequest(shard=ref, finding=pb.SHARD_FINDING_WITHDRAWN)
         await self._tell_primary(pgmap, key16, "ReportShard", withdrawn)
         look_up = pb.LookupRequest(keys16=key16)
         answer = await self._tell_primary(pgmap, key16, "Lookup", look_up)

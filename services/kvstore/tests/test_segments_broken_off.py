@@ -12,15 +12,9 @@ import pytest
 from services.kvstore.backends.base import PutStatus, StorageAway
 from services.kvstore.formats import ShardHeader
 from services.kvstore.tests.backend_suite import is_there, put, shard
-from services.kvstore.tests.shared_kit import PosixShared, hook
+from services.kvstore.tests.shared_kit import hook
 
-
-@pytest.fixture
-async def shared(tmp_path):
-    (tmp_path / "mount").mkdir()
-    storage = PosixShared(folder=tmp_path / "mount")
-    yield storage
-    await storage.close()
+pytestmark = pytest.mark.parametrize("shared", ["posix"], indirect=True)
 
 
 def _segment_of(backend, number: int) -> str:

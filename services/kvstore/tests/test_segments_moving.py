@@ -13,15 +13,9 @@ from services.kvstore.backends.segment_writer import SegmentedConfig
 from services.kvstore.backends.segmented import SegmentedBackend
 from services.kvstore.formats import ShardHeader
 from services.kvstore.tests.backend_suite import is_there, put, shard
-from services.kvstore.tests.shared_kit import SEGMENTED, Hooked, PosixShared, hook
+from services.kvstore.tests.shared_kit import SEGMENTED, Hooked, hook
 
-
-@pytest.fixture
-async def shared(tmp_path):
-    (tmp_path / "mount").mkdir()
-    storage = PosixShared(folder=tmp_path / "mount")
-    yield storage
-    await storage.close()
+pytestmark = pytest.mark.parametrize("shared", ["posix"], indirect=True)
 
 
 async def _open_hooked(shared, writer: str, hooks) -> SegmentedBackend:

@@ -13,15 +13,8 @@ from services.kvstore.storage import shared_node
 from services.kvstore.storage.node import record_of
 from services.kvstore.storage.shared_node import SharedNode
 from services.kvstore.tests.backend_suite import shard
-from services.kvstore.tests.shared_kit import PosixShared
 
-
-@pytest.fixture
-async def shared(tmp_path):
-    (tmp_path / "mount").mkdir()
-    storage = PosixShared(folder=tmp_path / "mount")
-    yield storage
-    await storage.close()
+pytestmark = pytest.mark.parametrize("shared", ["posix"], indirect=True)
 
 
 async def open_node(shared, name: str) -> SharedNode:

@@ -91,6 +91,34 @@ COMMIT_STATUS_REFUSED: CommitStatus.ValueType  # 4
 """Too few shards or a missing parent; delete your shards."""
 Global___CommitStatus: _TypeAlias = CommitStatus  # noqa: Y015
 
+class _ShardFinding:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ShardFindingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ShardFinding.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SHARD_FINDING_UNSPECIFIED: _ShardFinding.ValueType  # 0
+    """As BAD."""
+    SHARD_FINDING_BAD: _ShardFinding.ValueType  # 1
+    """Missing or damaged: to be repaired."""
+    SHARD_FINDING_ORPHAN: _ShardFinding.ValueType  # 2
+    """Old, and no record names its put: a block again if enough of it is there, else freed."""
+    SHARD_FINDING_WITHDRAWN: _ShardFinding.ValueType  # 3
+    """Its put is about to be taken back: no block is made of it from here on."""
+
+class ShardFinding(_ShardFinding, metaclass=_ShardFindingEnumTypeWrapper):
+    """What is reported of a shard."""
+
+SHARD_FINDING_UNSPECIFIED: ShardFinding.ValueType  # 0
+"""As BAD."""
+SHARD_FINDING_BAD: ShardFinding.ValueType  # 1
+"""Missing or damaged: to be repaired."""
+SHARD_FINDING_ORPHAN: ShardFinding.ValueType  # 2
+"""Old, and no record names its put: a block again if enough of it is there, else freed."""
+SHARD_FINDING_WITHDRAWN: ShardFinding.ValueType  # 3
+"""Its put is about to be taken back: no block is made of it from here on."""
+Global___ShardFinding: _TypeAlias = ShardFinding  # noqa: Y015
+
 @_typing.final
 class Shard(_message.Message):
     """One shard with its 128-byte header."""
@@ -604,14 +632,16 @@ Global___LookupRequest: _TypeAlias = LookupRequest  # noqa: Y015
 
 @_typing.final
 class LookupResponse(_message.Message):
-    """One record per key; an empty one is absent."""
+    """One record per key."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     OBJECTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def objects(self) -> _containers.RepeatedCompositeFieldContainer[Global___ObjectRecord]:
-        """In order."""
+        """In order. Without a record the object is absent; the key is set where this node leads its group
+        and so knows it, and empty where another node may have it.
+        """
 
     def __init__(
         self,
@@ -806,27 +836,31 @@ Global___PinObjectsResponse: _TypeAlias = PinObjectsResponse  # noqa: Y015
 
 @_typing.final
 class ReportShardRequest(_message.Message):
-    """A shard that is missing or damaged."""
+    """A shard that its primary should know of."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SHARD_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    FINDING_FIELD_NUMBER: _builtins.int
     reason: _builtins.str
-    """Why: absent, corrupt, timeout."""
+    """Who found it or how, for logs: scrub, absent, corrupt, timeout."""
+    finding: Global___ShardFinding.ValueType
+    """What is the matter with it."""
     @_builtins.property
     def shard(self) -> Global___ShardRef:
-        """Which."""
+        """Which; of a put that is taken back, any."""
 
     def __init__(
         self,
         *,
         shard: Global___ShardRef | None = ...,
         reason: _builtins.str = ...,
+        finding: Global___ShardFinding.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["shard", b"shard"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "shard", b"shard"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finding", b"finding", "reason", b"reason", "shard", b"shard"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -406,7 +406,7 @@ class MetaServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ReportShard(self, request, context):
-        """Reports a missing or damaged shard; repair is queued. Idempotent.
+        """Reports a bad shard, whose repair is queued, or one that no record may name. Idempotent.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -133,7 +133,7 @@ class MetaServiceStub:
     TouchObjects: _grpc.UnaryUnaryMultiCallable[_storage_pb2.TouchObjectsRequest, _storage_pb2.TouchObjectsResponse]
     """Renews access."""
     ReportShard: _grpc.UnaryUnaryMultiCallable[_storage_pb2.ReportShardRequest, _storage_pb2.ReportShardResponse]
-    """Reports a missing or damaged shard; repair is queued. Idempotent."""
+    """Reports a bad shard, whose repair is queued, or one that no record may name. Idempotent."""
     EvictObjects: _grpc.UnaryUnaryMultiCallable[_storage_pb2.EvictObjectsRequest, _storage_pb2.EvictObjectsResponse]
     """Evicts objects, all shards. Idempotent."""
     PinObjects: _grpc.UnaryUnaryMultiCallable[_storage_pb2.PinObjectsRequest, _storage_pb2.PinObjectsResponse]
@@ -155,7 +155,7 @@ class MetaServiceAsyncStub(MetaServiceStub):
     TouchObjects: _aio.UnaryUnaryMultiCallable[_storage_pb2.TouchObjectsRequest, _storage_pb2.TouchObjectsResponse]  # type: ignore[assignment]
     """Renews access."""
     ReportShard: _aio.UnaryUnaryMultiCallable[_storage_pb2.ReportShardRequest, _storage_pb2.ReportShardResponse]  # type: ignore[assignment]
-    """Reports a missing or damaged shard; repair is queued. Idempotent."""
+    """Reports a bad shard, whose repair is queued, or one that no record may name. Idempotent."""
     EvictObjects: _aio.UnaryUnaryMultiCallable[_storage_pb2.EvictObjectsRequest, _storage_pb2.EvictObjectsResponse]  # type: ignore[assignment]
     """Evicts objects, all shards. Idempotent."""
     PinObjects: _aio.UnaryUnaryMultiCallable[_storage_pb2.PinObjectsRequest, _storage_pb2.PinObjectsResponse]  # type: ignore[assignment]
@@ -204,7 +204,7 @@ class MetaServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _storage_pb2.ReportShardRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_storage_pb2.ReportShardResponse, _abc.Awaitable[_storage_pb2.ReportShardResponse]]:
-        """Reports a missing or damaged shard; repair is queued. Idempotent."""
+        """Reports a bad shard, whose repair is queued, or one that no record may name. Idempotent."""
 
     @_abc_1.abstractmethod
     def EvictObjects(
